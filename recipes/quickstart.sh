@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# GRPO with unified FP8 and AIS on a machine without a GPU: installs, makes model and data, trains, prints a summary.
+#   bash recipes/quickstart.sh [--model smollm2|tiny] [--steps N] [--fp8 unified|rollout|off] [--correction ais|none]
+#                              [extra verl overrides]
+MODEL=smollm2 STEPS="" FP8=unified CORRECTION=ais OUT="" EXTRA=()
+usage() { sed -n '2,4p' "${BASH_SOURCE[0]}" | cut -c3-; }
+need() { [ $# -ge 2 ] || { echo "quickstart: $1 needs a value" >&2; usage >&2; exit 2; }; }
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --model) need "$@"; MODEL="$2"; shift 2 ;;
+    --steps) need "$@"; STEPS="$2"; shift 2 ;;
+    --fp8) need "$@"; FP8="$2"; shift 2 ;;
+    --correction) need "$@"; CORRECTION="$2"; shift 2 ;;
+    --out) need "$@"; OUT="$2"; shift 2 ;;
+    -h|--help) usage; exit 0 ;;
+    --*) echo "quickstart: unknown option $1" >&2; usage >&2; exit 2 ;;
+    *) EXTRA+=("$1"); shift ;;
+  esac
+done
+case "$MODEL" in smollm2|tiny) ;; *) echo "quickstart: --model is smollm2 or tiny, not $MODEL" >&2; exit 2 ;; esac
+case "$FP8" in unified|rollout|off) ;; *) echo "quickstart: --fp8 is unified, rollout or off, not $FP8" >&2; exit 2 ;; esac
+case "$STEPS" in ""|[1-9]|[1-9][0-9]|[1-9][0-9][0-9]) ;; *) echo "quickstart: --steps is a whole number from 1 to 999, not $STEPS" >&2; exit 2 ;; esac
+
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+HOME_DIR="$ROOT/runs/$MODEL"
+OUT="${OUT:-$ROOT/runs/$MODEL-$FP8-$CORRECTION}"
+[ -f "$HOME_DIR/data/val.parquet" ] || "$PY" "$ROOT/recipes/prepare.py" --model "$MODEL" --out "$HOME_DIR"
+rm -rf "$OUT"; mkdir -p "$OUT"
+
+ARGS=(actor_rollout_ref.model.path="$HOME_DIR/model"
+      data.train_files="$HOME_DIR/data/train.parquet" data.val_files="$HOME_DIR/data/val.parquet"
+      reward.custom_reward_function.path="$ROOT/recipes/reward.py"
+      trainer.experiment_name="$(basename "$OUT")" trainer.default_local_dir="$OUT/checkpoints")
+if [ "$MODEL" = tiny ]; then
+  ARGS+=(trainer.total_training_steps="${STEPS:-40}" actor_rollout_ref.actor.optim.lr=1e-3)
+else
+  ARGS+=(trainer.total_training_steps="${STEPS:-8}" actor_rollout_ref.actor.optim.lr=2e-5)
+  [ "$FP8" = off ] || ARGS+=('fp8.recipe.weight_block=[64,64]')
+fi
+[ "$FP8" = off ] || ARGS+=("+fp8=$FP8")
+[ "$CORRECTION" = off ] || ARGS+=("+is_correction=$CORRECTION")
+
+export VERL_FILE_LOGGER_PATH="$OUT/metrics.jsonl"
+echo "verl_fp8: training ${MODEL} (fp8 ${FP8}, correction ${CORRECTION}), log in $OUT/train.log"
+set +e
+timeout "${QUICKSTART_TIMEOUT:-3000}" "$PY" -m verl.trainer.main_ppo --config-dir "$ROOT/recipes" --config-name quickstart \
+  hydra.run.dir="$OUT/hydra" "${ARGS[@]}" "${EXTRA[@]}" > "$OUT/train.log" 2>&1
+CODE=$?
+set -e
+if [ $CODE -ne 0 ]; then
+  echo "verl_fp8: the run failed with exit code $CODE; the end of $OUT/train.log:" >&2
+  tail -n 30 "$OUT/train.log" >&2
+  exit $CODE
+fi
+"$PY" -m verl_fp8 report "$OUT"

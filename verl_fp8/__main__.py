@@ -1,0 +1,34 @@
+"""Command line ``verl-fp8`` (also ``python -m verl_fp8``)."""
+
+import argparse
+import sys
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Dispatch one command; returns the exit code (0 fine, 2 refused or wrong use)."""
+    parser = argparse.ArgumentParser(prog="verl-fp8", description="Unified FP8 and adaptive importance sampling for verl.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    check = commands.add_parser(
+        "check",
+        help="compose and validate a verl command line exactly as the run would",
+        description="Give it everything that follows `python -m verl.trainer.main_ppo`.",
+        add_help=False,
+    )
+    check.add_argument("overrides", nargs=argparse.REMAINDER)
+    report = commands.add_parser("report", help="table of one or more runs from their metrics.jsonl")
+    report.add_argument("runs", nargs="+", help="folders written by recipes/quickstart.sh")
+    report.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    argv = sys.argv[1:] if argv is None else argv
+    # argparse would take verl's own --config-dir for an option of ours.
+    if argv[:1] == ["check"]:
+        from verl_fp8.check import check_command
+
+        return check_command(argv[1:])
+    args = parser.parse_args(argv)
+    from verl_fp8.report import report_command
+
+    return report_command(args.runs, as_json=args.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

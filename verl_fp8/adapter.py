@@ -1,0 +1,92 @@
+"""The trainer's side of the weight transport: verl's server adapter with a sync that ends when the rollout has failed.
+
+Stock verl waits in ``socket.recv()`` for the acknowledgement of a vLLM worker that may have raised or died; the run then hangs
+for ever (verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py).
+"""
+
+import time
+from typing import Any
+
+import wrapt
+import zmq
+from verl.workers.rollout.vllm_rollout import ServerAdapter
+from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
+
+from verl_fp8.errors import SyncError
+
+_POLL_MS = 100
+
+
+class WatchedSocket(wrapt.ObjectProxy):
+    """A ZMQ socket whose ``recv`` gives up when the peer's task has ended with an error, or after a time without answer."""
+
+    def __init__(self, socket: zmq.Socket, task: Any, timeout: float):
+        super().__init__(socket)
+        self._self_task = task
+        self._self_timeout = timeout
+
+    def recv(self, *args, **kwargs):
+        deadline = time.monotonic() + self._self_timeout
+        while not self.__wrapped__.poll(_POLL_MS):
+            if self._self_task is not None and self._self_task.done():
+                error = self._self_task.exception()
+                if error is not None:
+                    raise SyncError(
+                        "a weight sync to vLLM", f"the vLLM worker failed: {error}", "see its error above; the run ends here"
+                    ) from error
+            if time.monotonic() > deadline:
+                raise SyncError(
+                    "a weight sync to vLLM",
+                    f"no answer from the vLLM worker for {self._self_timeout:g} s",
+                    "look for its error above, or raise fp8.sync_timeout if its weights are slow to load",
+                )
+        return self.__wrapped__.recv(*args, **kwargs)
+
+
+class WatchedSender(BucketedWeightSender):
+    """verl's sender on a :class:`WatchedSocket`.
+
+    Args:
+        task: future of the receiving call, or None on ranks that did not start it.
+        timeout: seconds to wait for one acknowledgement.
+    """
+
+    def __init__(self, *args, task: Any, timeout: float, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._task, self._timeout = task, timeout
+
+    def _init_socket(self):
+        super()._init_socket()
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket = WatchedSocket(self.socket, self._task, self._timeout)
+
+
+class Fp8ServerAdapter(ServerAdapter):
+    """verl's vLLM server adapter; overrides only the full-tensor weight update."""
+
+    async def update_weights(self, weights, global_steps=None, wire_format="named_tensors", **kwargs):
+        """Send one sync (same steps as verl's): start the receivers, stream the buckets, wait, drop stale KV caches.
+
+        Raises:
+            SyncError: a vLLM worker failed or did not answer within ``fp8.sync_timeout``.
+        """
+        if wire_format != "named_tensors":
+            return await super().update_weights(weights, global_steps=global_steps, wire_format=wire_format, **kwargs)
+        reference = await self._execute_method(
+            "update_weights_from_ipc", non_block=True, kwargs={**kwargs, "use_shm": self.use_shm}
+        )
+        fp8 = getattr(self.config, "fp8", None)
+        sender = WatchedSender(
+            zmq_handle=self.zmq_handle,
+            bucket_size_mb=self.config.checkpoint_engine.update_weights_bucket_megabytes,
+            use_shm=self.use_shm,
+            task=None if reference is None else reference.future(),
+            timeout=float(fp8["sync_timeout"]) if fp8 else 60.0,
+        )
+        await sender.async_send_weights(weights)
+        if reference is not None:
+            await reference
+        if self._has_server:
+            await self.server_handle.clear_kv_cache.remote()
+            if global_steps is not None:
+                await self.server_handle.set_global_steps.remote(global_steps)

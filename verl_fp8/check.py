@@ -1,0 +1,103 @@
+"""``verl-fp8 check <verl overrides>``: compose and validate as ``python -m verl.trainer.main_ppo <verl overrides>`` would."""
+
+import contextlib
+import io
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from verl_fp8.errors import Fp8Error
+
+# Composing must leave nothing behind: no run folder, no log file.
+_QUIET = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=disabled", "hydra/hydra_logging=disabled"]
+
+
+def compose(overrides: list[str]) -> DictConfig:
+    """The configuration verl's entry point would get, through ``hydra.main`` itself (``--config-dir`` and so on work).
+
+    Raises:
+        ValueError: Hydra refused; the message is its own.
+    """
+    import hydra
+    import verl
+
+    found: list[DictConfig] = []
+    config_dir = str(Path(verl.__file__).parent / "trainer" / "config")
+
+    @hydra.main(config_path=config_dir, config_name="ppo_trainer", version_base=None)
+    def keep(config: DictConfig) -> None:
+        found.append(config)
+
+    argv, messages = sys.argv, io.StringIO()
+    sys.argv = ["verl-fp8 check", *overrides, *_QUIET]
+    try:
+        with contextlib.redirect_stderr(messages), contextlib.suppress(SystemExit):
+            keep()
+    finally:
+        sys.argv = argv
+    if not found:
+        lines = [line for line in messages.getvalue().splitlines() if line.strip() and "HYDRA_FULL_ERROR" not in line]
+        raise ValueError(" ".join(line.strip() for line in lines) or "Hydra composed nothing (is --help among the overrides?)")
+    return found[0]
+
+
+def validate(config: DictConfig):
+    """Run verl's own ``validate_config``, which reaches ours, and return our summary.
+
+    Raises:
+        Fp8Error: ours, unwrapped from Hydra's.
+        Exception: verl's own refusals, unchanged.
+    """
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import validate_config
+    from verl.utils.device import auto_set_device
+
+    from verl_fp8.validate import validate_run
+
+    # The group silently absent leaves a string where no class of ours would ever look.
+    summary = validate_run(config)
+    auto_set_device(config)
+    with contextlib.redirect_stdout(io.StringIO()):
+        validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+    return summary
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """Our own error behind Hydra's InstantiationException, or the error itself."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, Fp8Error):
+            return cause
+        cause = cause.__cause__ or cause.__context__
+    return error
+
+
+def check_command(overrides: list[str]) -> int:
+    """Exit 0 and a summary, or exit 2 and one sentence on stderr."""
+    os.environ.setdefault("VERL_LOGGING_LEVEL", "ERROR")
+    try:
+        summary = validate(compose(overrides))
+    except Exception as error:  # whatever refuses the run is the answer
+        print(f"refused: {root_cause(error)}", file=sys.stderr)
+        return 2
+    if summary.fp8 is None and summary.correction is None:
+        print("ok: stock verl; neither +fp8 nor +is_correction is selected")
+        return 0
+    if summary.fp8 is not None:
+        fp8, recipe = summary.fp8, summary.fp8.recipe
+        total = len(summary.converted) + len(summary.kept)
+        print(
+            f"ok: fp8={fp8.mode}, {len(summary.converted)} of {total} linear layers in FP8 {recipe.fmt}, weights "
+            f"{recipe.weight_block[0]}x{recipe.weight_block[1]}, activations 1x{recipe.activation_block[1]}, scales "
+            f"{fp8.scale_format}{'' if fp8.scale_format != 'auto' else f' (here {recipe.scale_format})'}, backward "
+            f"{recipe.backward}, sync {fp8.weight_sync}, backend {fp8.backend}"
+        )
+        for reason, count in Counter(summary.kept.values()).most_common():
+            print(f"    {count} kept in bf16: {reason}")
+    if summary.correction is not None:
+        parameters = ", ".join(f"{k}={v}" for k, v in summary.correction.parameters.items())
+        print(f"ok: is_correction={summary.correction.method}{f' ({parameters})' if parameters else ''}")
+    return 0

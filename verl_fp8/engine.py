@@ -1,0 +1,152 @@
+"""verl's FSDP2 engine with FP8 linear layers and an FP8 weight sync, registered under its own backend name."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from verl.utils.device import get_device_name
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp import transformer_impl
+
+from verl_fp8.config import BACKEND
+from verl_fp8.errors import ConfigError
+from verl_fp8.linear import convert_linears
+from verl_fp8.settings import Fp8Settings
+from verl_fp8.sync import SyncStats, outgoing
+
+RECIPE_FILE = "fp8_recipe.json"
+
+
+def _capability() -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
+def choose_backend(settings: Fp8Settings) -> str:
+    """``auto`` -> ``reference`` where there is no GPU.
+
+    Raises:
+        ConfigError: ``auto`` on a GPU, for which this version has no kernels.
+    """
+    if settings.backend != "auto":
+        return settings.backend
+    if torch.cuda.is_available():
+        raise ConfigError(
+            "fp8.backend=auto on a GPU",
+            "no GPU backend in this version of verl_fp8",
+            "set fp8.backend=reference (slow: torch emulation), or fp8.mode=rollout",
+        )
+    return "reference"
+
+
+class Fp8EngineMixin:
+    """The FP8 parts, over any of verl's FSDP engines with a language-model head."""
+
+    def __init__(self, model_config, engine_config, optimizer_config, checkpoint_config):
+        self.fp8 = engine_config.settings(_capability())
+        self._fp8_sync: dict[str, float] = {}
+        # verl's FSDP code branches on its own strategy names.
+        object.__setattr__(engine_config, "strategy", "fsdp2")
+        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+
+    def _build_module(self):
+        module = super()._build_module()
+        report = convert_linears(
+            module,
+            self.fp8.recipe,
+            self.fp8.layers,
+            backend=choose_backend(self.fp8),
+            swap=self.fp8.mode == "unified",
+        )
+        self._fp8_layers = report.converted
+        if self.rank == 0:
+            role = "reference policy" if self.engine_config.forward_only else "actor"
+            if self.fp8.mode == "unified":
+                print(f"{report.summary()} [{role}, recipe {self.fp8.recipe.digest()}]", flush=True)
+            else:
+                print(f"FP8 rollout of {len(report.converted)} of {report.total} linear layers, {role} in bf16", flush=True)
+        return module
+
+    def get_per_tensor_param(self, layered_summon=False, base_sync_done=False, **kwargs):
+        """The weights for the rollout: FP8 codes and scales of the FP8 layers, bf16 for the rest, and the manifest."""
+        weights, peft_config = super().get_per_tensor_param(
+            layered_summon=layered_summon, base_sync_done=base_sync_done, **kwargs
+        )
+        if peft_config is not None:
+            raise ConfigError("+fp8", "LoRA adapters", "remove actor_rollout_ref.model.lora_rank")
+        return self._counted(weights), None
+
+    def _counted(self, weights) -> Iterator[tuple[str, torch.Tensor]]:
+        stats, start = SyncStats(), time.perf_counter()
+        tied = getattr(self.model_config.hf_config, "tie_word_embeddings", False)
+        skip = frozenset({"lm_head.weight"}) if tied else frozenset()
+        yield from outgoing(weights, self.fp8, self._fp8_layers, skip=skip, stats=stats)
+        self._fp8_sync = {
+            "fp8/sync_bytes": float(stats.total_bytes),
+            "fp8/sync_bytes_per_weight": stats.bytes_per_weight,
+            "fp8/sync_seconds": time.perf_counter() - start,
+        }
+
+    def train_batch(self, data, loss_function):
+        """verl's, plus the figures of the sync that the batch's rollout used (they reach the log as ``fp8/*``)."""
+        output = super().train_batch(data, loss_function)
+        if "metrics" in output:
+            # verl keeps a list of micro-batch values under every name and joins the ranks' lists.
+            output["metrics"].update({name: [value] for name, value in self._fp8_sync.items()})
+        return output
+
+    def save_checkpoint(self, local_path, *args, **kwargs):
+        """verl's checkpoint plus the recipe it was trained with."""
+        super().save_checkpoint(local_path, *args, **kwargs)
+        if self.rank == 0:
+            Path(local_path, RECIPE_FILE).write_text(json.dumps(self._fp8_identity(), indent=2))
+
+    def load_checkpoint(self, local_path, *args, **kwargs):
+        """Resume; refuses a checkpoint of another recipe.
+
+        Raises:
+            ConfigError: names what differs.
+        """
+        if local_path is not None:
+            self._check_recipe(Path(local_path, RECIPE_FILE))
+        return super().load_checkpoint(local_path, *args, **kwargs)
+
+    def _fp8_identity(self) -> dict:
+        return {"mode": self.fp8.mode, "recipe": self.fp8.recipe.to_dict(), "layers": sorted(self._fp8_layers)}
+
+    def _check_recipe(self, path: Path) -> None:
+        if not path.exists():
+            return  # a checkpoint of stock verl holds the same fp32 masters: continuing it in FP8 is a choice, not a mix-up
+        saved, now = json.loads(path.read_text()), self._fp8_identity()
+        different = [k for k in ("mode", "recipe", "layers") if saved.get(k) != now[k]]
+        if not different:
+            return
+        key = different[0]
+        if key == "layers":
+            found = f"{len(saved['layers'])} FP8 layers in the checkpoint, {len(now['layers'])} now"
+        elif key == "recipe":
+            parts = [f"{k}={v!r}, now {now['recipe'].get(k)!r}" for k, v in saved["recipe"].items() if v != now["recipe"].get(k)]
+            found = f"the checkpoint was trained with {'; '.join(parts)}"
+        else:
+            found = f"the checkpoint was trained with fp8.mode={saved['mode']}, now {now['mode']}"
+        raise ConfigError(
+            f"resume from {path.parent.name} with the recipe it was trained with",
+            found,
+            "set fp8.mode and fp8.recipe.* as before, or start from its exported model instead of resuming",
+        )
+
+
+def register() -> None:
+    """Register the engine for CUDA, and for CPU where verl_fp8's CPU platform is active. Idempotent."""
+    known = EngineRegistry._engines.get("language_model", {}).get(BACKEND, {})
+    device = get_device_name()
+    if device in known:
+        return
+    base = transformer_impl.FSDPEngineWithLMHead
+    if device == "cpu":
+        from verl_fp8.cpu import cpu_engine
+
+        base = cpu_engine(transformer_impl)
+    engine = type("Fp8FSDPEngineWithLMHead", (Fp8EngineMixin, base), {"__doc__": Fp8EngineMixin.__doc__})
+    EngineRegistry.register(model_type="language_model", backend=BACKEND, device=device)(engine)

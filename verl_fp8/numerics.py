@@ -1,0 +1,366 @@
+"""The one FP8 quantiser of trainer, weight sync and rollout, and the reference GEMMs on its codes.
+
+The formula is TransformerEngine's blockwise one, bit for bit (transformer_engine/common/recipe/recipe_common.cuh,
+compute_scale_from_amax, and common/transpose/quantize_transpose_{square,vector}_blockwise.cu)::
+
+    amax = max |x| over the block, at least eps           s = 448 / amax, an IEEE division; 1 where amax is 0 or infinite
+    where 448 / amax overflows float32, s = the largest finite value of x's dtype
+    pow2: the mantissa of s is cleared                    code = e4m3(float32(x) * s), nearest even, saturating
+    scale_inv = 1 / s                                     x is about code * scale_inv
+
+Two equal forwards give log-prob differences of exactly zero; a third of the scales one ulp off already gives a k3 of 1e-2
+(measured, SmolLM2-135M). Hence every operation below is exact or IEEE, and the tests compare bits.
+
+In the trap `448.0 / amax` PyTorch computes amax.reciprocal() * 448, which is not the IEEE quotient: about a third of the scales
+come out one ulp off. `torch.div` of two tensors is the quotient.
+
+The reference GEMM multiplies the dequantised codes: the FP8 tensor cores' products are exact too, what differs is the order and
+width of accumulation. Zero padding of tokens or columns changes nothing, zeros never raise an amax.
+"""
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from verl_fp8.errors import ConfigError, DataError
+from verl_fp8.recipe import SCALE_FORMATS, Recipe
+
+FP8_DTYPE = torch.float8_e4m3fn
+FP8_MAX = 448.0
+
+# Per input dtype: the integer that its bits are viewed as, the mask that drops the sign, the bits of +infinity. Without the sign,
+# bits order as the magnitudes do, infinity above every number and NaN above infinity; integer max is exact and faster.
+_BITS = {
+    torch.bfloat16: (torch.int16, 0x7FFF, 0x7F80),
+    torch.float16: (torch.int16, 0x7FFF, 0x7C00),
+    torch.float32: (torch.int32, 0x7FFFFFFF, 0x7F800000),
+}
+_CLEAR_MANTISSA = -0x800000  # 0xFF800000 as a signed 32-bit integer
+
+# Elements handled at once. On CPUs the intermediates of a chunk (12 MiB) stay in the L3 cache and are not paged in anew for each
+# tensor, while each step still is long against an OpenMP barrier; 2^16 to 2^20 measured slower. On accelerators the limit only
+# bounds memory (256 MiB of float32).
+_CHUNK_CPU = 1 << 21
+_CHUNK_ACCELERATOR = 1 << 26
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedTensor:
+    """FP8 codes with one scale a block.
+
+    Attributes:
+        data: [M, K] float8_e4m3fn.
+        scale_inv: [ceil(M / rows), ceil(K / columns)] float32; multiply by it to dequantise (vLLM's ``weight_scale_inv``).
+        block: (rows, columns).
+    """
+
+    data: torch.Tensor
+    scale_inv: torch.Tensor
+    block: tuple[int, int]
+
+    @property
+    def shape(self) -> torch.Size:
+        """(M, K)."""
+        return self.data.shape
+
+    def t(self) -> "QuantizedTensor":
+        """The transpose: the same codes and scales as views, so a weight's square blocks serve forward and dgrad."""
+        return QuantizedTensor(self.data.t(), self.scale_inv.t(), self.block[::-1])
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """[M, K] codes times scales, multiplied in float32 and then cast to ``dtype``.
+
+        The order is TransformerEngine's (pytorch/tensor/storage/float8_blockwise_tensor_storage.py, _dequantize_vectorwise).
+        """
+        if not self.data.is_contiguous() and self.data.t().is_contiguous():
+            return self.t().dequantize(dtype).t()
+        out = torch.empty(self.data.shape, dtype=dtype, device=self.data.device)
+        step = _rows_at_once(self.data, self.block[0])
+        for start in range(0, self.data.shape[0] if self.data.numel() else 0, step):
+            codes, part = self.data[start : start + step], out[start : start + step]
+            values = part if dtype == torch.float32 else torch.empty_like(part, dtype=torch.float32)
+            _decode(codes, values)
+            first = start // self.block[0]
+            _scale_(values, self.scale_inv[first : first + -(-codes.shape[0] // self.block[0])], self.block)
+            if values is not part:
+                part.copy_(values)
+        return out
+
+
+def quantize(
+    x: torch.Tensor,
+    block: tuple[int, int],
+    *,
+    scale_format: str = "fp32",
+    eps: float = 0.0,
+    check_finite: bool = True,
+) -> QuantizedTensor:
+    """Quantise a matrix block by block, bit for bit as TransformerEngine does (see the module's docstring).
+
+    Args:
+        x: [M, K] bfloat16, float16 or float32, any strides; M or K may be 0 and need not be multiples of the block.
+        block: (rows, columns) sharing a scale: (128, 128) for weights, (1, 128) for activations along K, (128, 1) along tokens.
+        scale_format: ``fp32`` or ``pow2``.
+        eps: floor on amax.
+        check_finite: raise on infinity and NaN (weights). If False they follow TransformerEngine's formula: an infinity makes
+            its block's s 1 and saturates to 448, a NaN does not enter amax and gets the code 0x7F; on accelerators nothing waits
+            for the device then.
+
+    Returns:
+        The codes, contiguous, and their scales.
+
+    Raises:
+        DataError: ``x`` is not such a matrix, or ``check_finite`` found infinities or NaN.
+        ConfigError: an unknown ``scale_format`` or a bad ``block``.
+    """
+    rows, columns = _check(x, block, scale_format)
+    height, width = x.shape
+    data = torch.empty(x.shape, dtype=FP8_DTYPE, device=x.device)
+    scale_inv = torch.empty((-(-height // rows), -(-width // columns)), dtype=torch.float32, device=x.device)
+    if x.numel() == 0:
+        return QuantizedTensor(data, scale_inv, (rows, columns))
+    int_dtype, mask, infinity = _BITS[x.dtype]
+    step = _rows_at_once(x, rows)
+    bits_buffer = torch.empty((min(step, height), width), dtype=int_dtype, device=x.device)
+    buffer = torch.empty(bits_buffer.shape, dtype=torch.float32, device=x.device)
+    for start in range(0, height, step):
+        chunk = x[start : start + step].contiguous()
+        bits, values = bits_buffer[: chunk.shape[0]], buffer[: chunk.shape[0]]
+        torch.bitwise_and(chunk.view(int_dtype), mask, out=bits)
+        amax_bits = _block_max(bits, (rows, columns))
+        # Only CPUs look: reading a flag back would stall an accelerator (and break CUDA graph capture).
+        suspect = bool((amax_bits >= infinity).any()) if check_finite or x.device.type == "cpu" else True
+        if suspect and check_finite:
+            raise _not_finite(x)
+        if suspect:
+            bits.masked_fill_(bits > infinity, 0)  # fmaxf, which the TE kernels reduce with, ignores NaN
+            amax_bits = _block_max(bits, (rows, columns))
+        amax = amax_bits.view(x.dtype).float()
+        scale = _scale_of(amax, x.dtype, scale_format, eps)
+        first = start // rows
+        torch.reciprocal(scale, out=scale_inv[first : first + scale.shape[0]])
+        values.copy_(chunk)
+        _scale_(values, scale, (rows, columns))
+        if suspect:
+            # Finite blocks need no clamp: |x| * s <= 448 * (1 + 2^-23), which rounds to 448. The NaN fill drops its sign,
+            # as cvt.satfinite does.
+            values.clamp_(-FP8_MAX, FP8_MAX).masked_fill_(values.isnan(), float("nan"))
+        data[start : start + step].copy_(values)
+    return QuantizedTensor(data, scale_inv, (rows, columns))
+
+
+def gemm(
+    a: QuantizedTensor,
+    b: QuantizedTensor | torch.Tensor,
+    out_dtype: torch.dtype,
+    *,
+    accumulate: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """a @ b.T on dequantised codes: the one reference GEMM of forward, dgrad and wgrad.
+
+    Args:
+        a: [M, K].
+        b: [N, K], codes, or their ``dequantize(accumulate)`` where a caller keeps it over many calls.
+        out_dtype: of the result, rounded to once.
+        accumulate: float32, or float64, in which the order of the sum practically never reaches the rounding to ``out_dtype``.
+
+    Returns:
+        [M, N] in ``out_dtype``.
+    """
+    operand = b.dequantize(accumulate) if isinstance(b, QuantizedTensor) else b
+    return _matmul(a.dequantize(accumulate), operand.t(), out_dtype)
+
+
+def fp8_linear_forward(
+    x: torch.Tensor, w_q: QuantizedTensor, recipe: Recipe, *, accumulate: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """y = Q(x) @ Q(W).T; the bias is the caller's, added in x's dtype after this rounding (as vLLM does).
+
+    Args:
+        x: [..., K] bfloat16, float16 or float32; tokens are flattened and quantised by ``recipe.activation_block``.
+        w_q: [N, K] codes of the weight.
+
+    Returns:
+        [..., N] in x's dtype.
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    y = gemm(_quantize_activation(flat, recipe.activation_block, recipe), w_q, x.dtype, accumulate=accumulate)
+    return y.reshape(*x.shape[:-1], w_q.shape[0])
+
+
+class Fp8LinearFunction(torch.autograd.Function):
+    """y = Q(x) @ Q(W).T with the backward the recipe asks for. ``apply(x, weight, recipe)``.
+
+    x: [tokens, K], weight: [N, K], both in one dtype; y: [tokens, N]. The backward follows TransformerEngine
+    (pytorch/module/linear.py, _linear_backward):
+
+    * ``fp8``: dx = Q(dy, 1xn) @ Q(W), with the forward's codes of W; dW = Q(dy, nx1).T @ Q(x, nx1), whose blocks run along the
+      tokens, the dimension contracted there. Both are quantised from the original dy and x, not from the forward's codes.
+    * ``high_precision`` (its backward_override): dx = dy @ W, dW = dy.T @ x, on the original operands.
+    * ``dequantized`` (its backward_override): the same on the forward's codes dequantised to x's dtype.
+
+    All sums are in float32, rounded once to the operand's dtype. The weight itself is saved and quantised again in the backward:
+    FSDP2 frees the gathered weight between the two and gathers it anew, so codes kept here would be memory it cannot free.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, recipe):
+        x_q = _quantize_activation(x, recipe.activation_block, recipe)
+        y = gemm(x_q, _quantize_weight(weight, recipe), x.dtype)
+        ctx.recipe = recipe
+        dx_wanted, dw_wanted, _ = ctx.needs_input_grad
+        operands = (x_q.data, x_q.scale_inv) if recipe.backward == "dequantized" else (x, None)
+        ctx.save_for_backward(*(operands if dw_wanted else (None, None)), weight if dx_wanted else None)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, x_scale_inv, weight = ctx.saved_tensors
+        recipe, dtype = ctx.recipe, dy.dtype
+        dx = dw = None
+        if recipe.backward == "fp8":
+            if weight is not None:
+                dy_q = _quantize_activation(dy, recipe.gradient_block, recipe)
+                dx = gemm(dy_q, _quantize_weight(weight, recipe).t(), dtype)
+            if x is not None:
+                dy_q = _quantize_activation(dy, recipe.gradient_block[::-1], recipe)
+                x_q = _quantize_activation(x, recipe.activation_block[::-1], recipe)
+                dw = gemm(dy_q.t(), x_q.t(), dtype)
+            return dx, dw, None
+        if recipe.backward == "dequantized":
+            if weight is not None:
+                weight = _quantize_weight(weight, recipe).dequantize(dtype)
+            if x is not None:
+                x = QuantizedTensor(x, x_scale_inv, recipe.activation_block).dequantize(dtype)
+        if weight is not None:
+            dx = _matmul(dy.float(), weight.float(), dtype)
+        if x is not None:
+            dw = _matmul(dy.float().t(), x.float(), dtype)
+        return dx, dw, None
+
+
+def checksum(t: torch.Tensor) -> str:
+    """A digest of a tensor's dtype, shape and bytes: equal on trainer and rollout exactly if the tensors are bit-equal.
+
+    Any dtype, device and strides. SHA-256, because the CPUs' SHA instructions make it the fastest in hashlib (1.8 GB/s,
+    twice BLAKE2b's on the AMD EPYC measured).
+    """
+    data = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    digest = hashlib.sha256(f"{t.dtype}{tuple(t.shape)}".encode())
+    digest.update(data)
+    return digest.hexdigest()[:32]
+
+
+def _quantize_weight(weight: torch.Tensor, recipe: Recipe) -> QuantizedTensor:
+    return quantize(weight, recipe.weight_block, scale_format=recipe.scale_format, eps=recipe.eps)
+
+
+def _quantize_activation(x: torch.Tensor, block: tuple[int, int], recipe: Recipe) -> QuantizedTensor:
+    return quantize(x, block, scale_format=recipe.scale_format, eps=recipe.eps, check_finite=False)
+
+
+def _scale_of(amax: torch.Tensor, x_dtype: torch.dtype, scale_format: str, eps: float) -> torch.Tensor:
+    """s of each block; amax is float32 and never NaN."""
+    if eps > 0:
+        amax = amax.clamp(min=eps)
+    scale = torch.div(torch.full_like(amax, FP8_MAX), amax)  # never FP8_MAX / amax: see the module's docstring
+    scale.masked_fill_(scale == float("inf"), torch.finfo(x_dtype).max)
+    if scale_format == "pow2":
+        scale.view(torch.int32).bitwise_and_(_CLEAR_MANTISSA)
+    return scale.masked_fill_((amax == 0) | (amax == float("inf")), 1.0)
+
+
+def _tiles(t: torch.Tensor, block: tuple[int, int]) -> Iterator[tuple[torch.Tensor, slice, slice]]:
+    """Views [row blocks, rows, column blocks, columns] that cover t, with their place in the scales; up to 4 where t is ragged."""
+    spans = []
+    for size, unit in zip(t.shape, block, strict=True):
+        whole, rest = divmod(size, unit)
+        spans.append([(0, whole, unit)] * (whole > 0) + [(whole, whole + 1, rest)] * (rest > 0))
+    for r0, r1, rows in spans[0]:
+        for c0, c1, columns in spans[1]:
+            r, c = r0 * block[0], c0 * block[1]
+            part = t[r : r + (r1 - r0) * rows, c : c + (c1 - c0) * columns]
+            yield part.unflatten(1, (c1 - c0, columns)).unflatten(0, (r1 - r0, rows)), slice(r0, r1), slice(c0, c1)
+
+
+def _block_max(bits: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """Largest integer of each block, [row blocks, column blocks]."""
+    out = bits.new_empty(tuple(-(-size // unit) for size, unit in zip(bits.shape, block, strict=True)))
+    for tile, rows, columns in _tiles(bits, block):
+        # Columns before rows: twice as fast as both at once, whose inner loop is strided.
+        out[rows, columns] = tile.amax(3).amax(1)
+    return out
+
+
+def _scale_(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> None:
+    """Multiply each block of values by its scale, in place."""
+    for tile, rows, columns in _tiles(values, block):
+        tile.mul_(scale[rows, None, columns, None])
+
+
+def _decode(codes: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the float32 values of e4m3 codes to out.
+
+    On CPUs torch's own cast is scalar code, ten times as slow as the GEMM's other preparation, so the bits are moved: e4m3's
+    fields at float16's places read as the value times 2^-8 (exponent biases 7 and 15), subnormals included.
+    """
+    if codes.device.type != "cpu":
+        out.copy_(codes)
+        return
+    half = codes.view(torch.int8).to(torch.int16).mul_(128).bitwise_and_(-0x4080)  # sign to bit 15, bit 14 (its copy) to 0
+    out.copy_(half.view(torch.float16)).mul_(256.0)
+    magnitude = codes.view(torch.uint8).bitwise_and(0x7F)
+    if int(magnitude.max()) == 0x7F:
+        out.masked_fill_(magnitude == 0x7F, float("nan"))
+
+
+def _matmul(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """a @ b in the operands' precision, whatever autocast or the process's reduced-precision switches say."""
+    kind = a.device.type
+    switches = torch.backends.cuda.matmul if kind == "cuda" else torch.backends.mkldnn.matmul
+    before = switches.fp32_precision
+    if torch.is_autocast_enabled(kind):
+        context = torch.autocast(kind, enabled=False)
+    else:
+        context = contextlib.nullcontext()
+    switches.fp32_precision = "ieee"  # TF32 or bf16 would round the operands' scales away
+    try:
+        with context:
+            return (a @ b).to(out_dtype)
+    finally:
+        switches.fp32_precision = before
+
+
+def _rows_at_once(x: torch.Tensor, rows: int) -> int:
+    budget = _CHUNK_CPU if x.device.type == "cpu" else _CHUNK_ACCELERATOR
+    return rows * max(1, budget // (rows * max(1, x.shape[1])))
+
+
+def _check(x: torch.Tensor, block: tuple[int, int], scale_format: str) -> tuple[int, int]:
+    if x.dim() != 2 or x.dtype not in _BITS:
+        raise DataError(
+            asked="quantise a 2-D bfloat16, float16 or float32 tensor",
+            found=f"{x.dtype} of shape {tuple(x.shape)}",
+            fix="flatten the leading dimensions and cast the tensor",
+        )
+    if scale_format not in SCALE_FORMATS:
+        raise ConfigError(f"fp8.recipe.scale_format={scale_format!r}", "unknown", f"use one of {', '.join(SCALE_FORMATS)}")
+    rows, columns = block
+    if rows < 1 or columns < 1:
+        raise ConfigError(f"blocks of {tuple(block)}", "not positive", "set fp8.recipe.weight_block to positive integers")
+    return rows, columns
+
+
+def _not_finite(x: torch.Tensor) -> DataError:
+    bad = ~torch.isfinite(x)
+    row, column = divmod(int(bad.flatten().to(torch.uint8).argmax()), x.shape[1])
+    return DataError(
+        asked=f"quantise a {x.dtype} tensor of shape {tuple(x.shape)} to FP8",
+        found=f"{int(bad.sum())} values that are not finite, the first at [{row}, {column}]: {float(x[row, column])}",
+        fix="the weights have diverged or were loaded wrongly: check the last optimiser step and the checkpoint",
+    )

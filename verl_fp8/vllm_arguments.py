@@ -1,0 +1,64 @@
+"""What the ``fp8`` group sets in vLLM's arguments, computed from the same Recipe and LayerFilter as the trainer's swap."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from verl_fp8.errors import ConfigError
+from verl_fp8.layout import load_config, split_layers
+from verl_fp8.settings import Fp8Settings
+
+EXTENSION = "verl_fp8.rollout.Fp8WorkerExtension"
+NODE = "verl_fp8"
+
+
+def plain(node: Any) -> Any:
+    """OmegaConf nodes as plain containers, anything else unchanged."""
+    return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+
+
+def fp8_arguments(fp8: Any, model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The user's ``engine_kwargs.vllm`` with ours added.
+
+    ``hf_overrides.quantization_config`` is vLLM's fp8 block format with the exact names of the layers kept in bf16;
+    ``additional_config.verl_fp8`` carries the whole ``fp8`` node to the vLLM workers, whose kernel and handshake read it.
+
+    Raises:
+        ConfigError: the user's own arguments contradict the recipe.
+    """
+    fp8, model, kwargs = plain(fp8), plain(model), {k: plain(v) for k, v in kwargs.items()}
+    settings = Fp8Settings.parse(fp8)
+    _, kept, _ = split_layers(load_config(model), settings.layers)
+    overrides = dict(kwargs.get("hf_overrides") or {})
+    quantization = {
+        "quant_method": "fp8",
+        "fmt": settings.recipe.fmt,
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(settings.recipe.weight_block),
+        "ignored_layers": sorted(kept),
+    }
+    if overrides.get("quantization_config", quantization) != quantization:
+        raise ConfigError(
+            "+fp8 with its own quantization_config",
+            "another one in actor_rollout_ref.rollout.engine_kwargs.vllm.hf_overrides",
+            "remove hf_overrides.quantization_config; fp8.recipe.* sets it",
+        )
+    for key, wanted in (("worker_extension_cls", EXTENSION), ("quantization", "fp8"), ("kv_cache_dtype", "auto")):
+        if kwargs.get(key, wanted) != wanted:
+            raise ConfigError(
+                f"+fp8, which needs {key}={wanted}",
+                f"actor_rollout_ref.rollout.engine_kwargs.vllm.{key}={kwargs[key]}",
+                f"remove engine_kwargs.vllm.{key}",
+            )
+    kwargs["worker_extension_cls"] = EXTENSION
+    kwargs["hf_overrides"] = {**overrides, "quantization_config": quantization}
+    kwargs["additional_config"] = {**(kwargs.get("additional_config") or {}), NODE: fp8}
+    return kwargs
+
+
+def settings_of(vllm_config: Any, *, capability: tuple[int, int] | None = None) -> Fp8Settings | None:
+    """The ``fp8`` node a vLLM process was started with, parsed; None for a vLLM that is not ours."""
+    additional = getattr(vllm_config, "additional_config", None)
+    node = additional.get(NODE) if isinstance(additional, Mapping) else None
+    return None if node is None else Fp8Settings.parse(node, capability=capability)
