@@ -69,8 +69,8 @@ def smollm2(path: Path) -> None:
     gguf = next(folder.glob("*.gguf"))
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf.name)
-    if not tokenizer.chat_template:
-        tokenizer.chat_template = CHATML
+    # The model's own template adds a system prompt, which would be half of every sequence here.
+    tokenizer.chat_template = CHATML
     tokenizer.pad_token = tokenizer.pad_token or "<|im_end|>"
     tokenizer.eos_token = "<|im_end|>"
     model.generation_config.eos_token_id = tokenizer.eos_token_id

@@ -34,7 +34,10 @@ ARGS=(actor_rollout_ref.model.path="$HOME_DIR/model"
 if [ "$MODEL" = tiny ]; then
   ARGS+=(trainer.total_training_steps="${STEPS:-40}" actor_rollout_ref.actor.optim.lr=1e-3)
 else
-  ARGS+=(trainer.total_training_steps="${STEPS:-8}" actor_rollout_ref.actor.optim.lr=2e-5)
+  ARGS+=(trainer.total_training_steps="${STEPS:-16}" actor_rollout_ref.actor.optim.lr=5e-5
+         data.max_prompt_length=32 data.max_response_length=8 actor_rollout_ref.rollout.max_model_len=64
+         actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32
+         actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32)
   [ "$FP8" = off ] || ARGS+=('fp8.recipe.weight_block=[64,64]')
 fi
 [ "$FP8" = off ] || ARGS+=("+fp8=$FP8")

@@ -15,9 +15,15 @@ def main(argv: list[str] | None = None) -> int:
         add_help=False,
     )
     check.add_argument("overrides", nargs=argparse.REMAINDER)
-    report = commands.add_parser("report", help="table of one or more runs from their metrics.jsonl")
-    report.add_argument("runs", nargs="+", help="folders written by recipes/quickstart.sh")
+    replay = commands.add_parser("replay", help="what each correction would have done to a run's own log-probs")
+    replay.add_argument("dump", help="the folder that is_correction.dump named")
+    replay.add_argument("--set", action="append", default=[], metavar="METHOD.KEY=VALUE", help="e.g. --set tis.clip=3")
+    replay.add_argument("--json", metavar="OUT", help="write all figures as JSON")
+    replay.add_argument("--html", metavar="OUT", help="write a self-contained page")
+    report = commands.add_parser("report", help="table and plots of one or more runs from verl's file log or TensorBoard")
+    report.add_argument("runs", nargs="+", help="folders or log files of runs")
     report.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    report.add_argument("--html", metavar="OUT", help="write a self-contained page")
     argv = sys.argv[1:] if argv is None else argv
     # argparse would take verl's own --config-dir for an option of ours.
     if argv[:1] == ["check"]:
@@ -25,9 +31,13 @@ def main(argv: list[str] | None = None) -> int:
 
         return check_command(argv[1:])
     args = parser.parse_args(argv)
+    if args.command == "replay":
+        from verl_fp8.replay import replay_command
+
+        return replay_command(args.dump, overrides=args.set, json_path=args.json, html_path=args.html)
     from verl_fp8.report import report_command
 
-    return report_command(args.runs, as_json=args.json)
+    return report_command(args.runs, as_json=args.json, html_path=args.html)
 
 
 if __name__ == "__main__":

@@ -5,20 +5,26 @@ for ever (verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py).
 """
 
 import time
+import uuid
 from typing import Any
 
+import torch
 import wrapt
 import zmq
 from verl.workers.rollout.vllm_rollout import ServerAdapter
-from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
+from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender, create_shared_memory
 
+from verl_fp8.contract import require
 from verl_fp8.errors import SyncError
 
 _POLL_MS = 100
 
 
 class WatchedSocket(wrapt.ObjectProxy):
-    """A ZMQ socket whose ``recv`` gives up when the peer's task has ended with an error, or after a time without answer."""
+    """A ZMQ socket whose ``recv`` and ``send_pyobj`` give up when the peer's task has failed, or after a time without answer.
+
+    Sending blocks too: a REQ socket waits for a peer to connect.
+    """
 
     def __init__(self, socket: zmq.Socket, task: Any, timeout: float):
         super().__init__(socket)
@@ -26,13 +32,23 @@ class WatchedSocket(wrapt.ObjectProxy):
         self._self_timeout = timeout
 
     def recv(self, *args, **kwargs):
+        self._wait(zmq.POLLIN)
+        return self.__wrapped__.recv(*args, **kwargs)
+
+    def send_pyobj(self, *args, **kwargs):
+        self._wait(zmq.POLLOUT)
+        return self.__wrapped__.send_pyobj(*args, **kwargs)
+
+    def _wait(self, event: int) -> None:
         deadline = time.monotonic() + self._self_timeout
-        while not self.__wrapped__.poll(_POLL_MS):
+        while not self.__wrapped__.poll(_POLL_MS, event):
             if self._self_task is not None and self._self_task.done():
                 error = self._self_task.exception()
                 if error is not None:
                     raise SyncError(
-                        "a weight sync to vLLM", f"the vLLM worker failed: {error}", "see its error above; the run ends here"
+                        "a weight sync to vLLM",
+                        f"the vLLM worker failed: {error}",
+                        "see its error above; the run ends here",
                     ) from error
             if time.monotonic() > deadline:
                 raise SyncError(
@@ -40,7 +56,6 @@ class WatchedSocket(wrapt.ObjectProxy):
                     f"no answer from the vLLM worker for {self._self_timeout:g} s",
                     "look for its error above, or raise fp8.sync_timeout if its weights are slow to load",
                 )
-        return self.__wrapped__.recv(*args, **kwargs)
 
 
 class WatchedSender(BucketedWeightSender):
@@ -60,9 +75,24 @@ class WatchedSender(BucketedWeightSender):
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket = WatchedSocket(self.socket, self._task, self._timeout)
 
+    def _init_buffer(self):
+        if not self.use_shm:
+            return super()._init_buffer()
+        # verl keeps the segment in a local variable until the receiver has answered: if it never does, the segment stays in
+        # /dev/shm for good. Here it belongs to the sender, and to its cleanup, from the start.
+        name = f"verl_weights_{uuid.uuid4().hex}"
+        self.shm = create_shared_memory(self.bucket_size, name)
+        self.buffer = torch.frombuffer(self.shm.buf, dtype=torch.uint8)
+        self.socket.send_pyobj({"name": name, "size": self.bucket_size})
+        self.socket.recv()
+
 
 class Fp8ServerAdapter(ServerAdapter):
     """verl's vLLM server adapter; overrides only the full-tensor weight update."""
+
+    def __init__(self, *args, **kwargs):
+        require("adapter")
+        super().__init__(*args, **kwargs)
 
     async def update_weights(self, weights, global_steps=None, wire_format="named_tensors", **kwargs):
         """Send one sync (same steps as verl's): start the receivers, stream the buckets, wait, drop stale KV caches.

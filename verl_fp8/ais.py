@@ -13,19 +13,17 @@ mixes the truncated ratio with 1 accordingly. Per valid token t, in the paper's 
     alpha  = clip(a_ess - beta_var * a_var, 0, 1) * a_mis
     w_t    = 1 + alpha * (wbar_t - 1)           A'_t = w_t * A_t
 
-Choices where the paper is silent: std is the sample one (ddof = 1, the only one that gives the paper's worked example);
-sums run in float64; constant advantages give Dsig = 1 (0 / eps would turn a harmless batch off); a batch with fewer than
-two usable tokens has no std and gets alpha = 0.
-
-The batch is walked twice in blocks of rows (once for the statistics, once for the weights), so beyond the returned
-weights only a few megabytes are needed. Pure torch: knows neither verl nor vLLM.
+Where the paper is silent: std is the sample one (ddof = 1, the only one that gives the paper's worked example); sums
+run in float64; constant advantages give Dsig = 1 (0 / eps would turn a harmless batch off); a batch with fewer than
+two usable tokens has no std and gets alpha = 0. Pure torch: knows neither verl nor vLLM.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from numbers import Real
 
 import torch
+from torch import Tensor
 
 from verl_fp8.errors import ConfigError, DataError
 
@@ -34,19 +32,24 @@ LEVELS = ("token", "sequence", "geometric")
 # exp(+-20): the range verl's rollout_corr_helper.SAFETY_BOUND gives the ratio before truncation.
 _LOG_RATIO_BOUND = 20.0
 
-# Elements a block. Small enough that its scratch stays near the L2 cache and far below one input tensor, large enough
-# that torch still splits each operation over the threads (its grain is 2**15) and call overhead stays small.
-_BLOCK = 1 << 16
+# Elements a block. Scratch takes 44 bytes each, less than one input tensor of a real batch; smaller blocks lose more to
+# call overhead than they win in the L2 cache.
+_BLOCK = 1 << 17
 
-# Bounds of the numeric keys: (lowest, whether the lowest itself is allowed, highest).
+# The histogram behind the quantiles: from 2**_LOW to 2**_HIGH nats, 2**_STEPS bins to a doubling.
+_LOW, _HIGH, _STEPS = -18, 6, 10
+
+# Of the numeric keys: lowest value, whether it is itself allowed, highest value.
 _RANGES = {
-    # Below exp(-20) the truncation would lie under every ratio and make all of them the same constant.
+    # A truncation below exp(-20) would lie under every ratio.
     "clip": (math.exp(-_LOG_RATIO_BOUND), True, math.inf),
     "delta": (0.0, False, math.inf),
     "gamma": (0.0, False, math.inf),
     "beta_var": (0.0, True, math.inf),
     "eps": (0.0, True, math.inf),
     "max_nonfinite_fraction": (0.0, True, 1.0),
+    # At 1 alpha would never leave its first value.
+    "ema": (0.0, True, 0.999),
 }
 
 
@@ -63,7 +66,8 @@ class AISConfig:
         level: what one ratio covers. "token": each token its own. "sequence": exp of the sum of the log-ratios over the
             row's valid tokens (clamped to +-20), the same for all its tokens. "geometric": exp of their mean.
             dbar is the mean over tokens at every level, and all other statistics run over tokens too.
-        max_nonfinite_fraction: highest tolerated share of valid tokens whose log-probs are NaN or infinite.
+        max_nonfinite_fraction: highest tolerated share of valid tokens whose log-ratio is NaN or infinite.
+        ema: weight of the previous batch's alpha in an exponential moving average; 0 takes each batch's own.
 
     Raises:
         ConfigError: a value of the wrong type or out of range; the message names the key.
@@ -76,6 +80,7 @@ class AISConfig:
     eps: float = 1e-6
     level: str = "token"
     max_nonfinite_fraction: float = 0.01
+    ema: float = 0.0
 
     def __post_init__(self) -> None:
         for name, (low, low_allowed, high) in _RANGES.items():
@@ -84,163 +89,177 @@ class AISConfig:
             is_number = isinstance(value, Real) and not isinstance(value, bool)
             if is_number and math.isfinite(value) and (low < value <= high or (low_allowed and value == low)):
                 continue
-            interval = f"{'[' if low_allowed else '('}{low:.3g}, {'inf)' if high == math.inf else f'{high:.3g}]'}"
             raise ConfigError(
-                f"is_correction.{name} as a finite number in {interval}",
+                f"is_correction.{name} as a finite number {'>=' if low_allowed else '>'} {low:.3g} and <= {high}",
                 f"{value!r} of type {type(value).__name__}",
-                f"set is_correction.{name}, the default is {type(self).__dataclass_fields__[name].default}",
+                f"set is_correction.{name}; the default is {type(self).__dataclass_fields__[name].default}",
             )
         if not isinstance(self.level, str) or self.level not in LEVELS:
-            raise ConfigError(
-                f"is_correction.level as one of {', '.join(LEVELS)}",
-                repr(self.level),
-                "set is_correction.level=token, the default",
-            )
+            raise ConfigError(f"is_correction.level in {LEVELS}", repr(self.level), "set is_correction.level=token")
 
 
 @dataclass(frozen=True, eq=False)  # eq: comparing tensors inside a tuple raises
 class AISResult:
-    """What `ais_weights` returns.
+    """What `ais_weights` returns."""
 
-    Attributes:
-        weights: w, float32, shape (batch, response_len), detached; exactly 1 where no correction applies.
-        alpha: the mixing factor in [0, 1].
-        diagnostics: the `ais/*` metrics, see `ais_weights`.
+    weights: Tensor  # w, float32, shape (batch, response_len), detached; exactly 1 where no correction applies
+    alpha: float  # the mixing factor in [0, 1]
+    diagnostics: dict[str, float]  # the `ais/*` metrics, see `ais_weights`
+
+
+@torch.no_grad()
+def ais_weights(
+    train_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    config: AISConfig | None = None,
+    previous_alpha: float | None = None,
+) -> AISResult:
+    """Compute the AIS weights of a batch (arXiv 2605.13907; the formulas stand at the top of this module).
+
+    All statistics are over the rows given, so the scope of alpha is the caller's: the whole train batch, or any subset
+    of its rows. No input is modified. What lies where the mask is 0, NaN included, has no influence.
+
+    Args:
+        train_log_probs: log-probs (nats) of the sampled tokens under the trainer, shape (batch, response_len), any
+            floating dtype. The difference is taken in float32, or in float64 if either side is.
+        rollout_log_probs: the same under the rollout engine, same checkpoint, same shape.
+        advantages: A, same shape, any floating dtype.
+        mask: 1 at valid tokens, 0 elsewhere; same shape; bool, integer or floating.
+        config: the constants; None takes the paper's.
+        previous_alpha: alpha of the batch before, for `config.ema`; None for the first one.
+
+    Returns:
+        AISResult. A valid token whose log-ratio is not finite gets weight 1, is left out of the statistics and is
+        counted. Diagnostics, over the n tokens that remain (neutral where there is none: a weight 1, a difference 0):
+        `ais/alpha`, `ais/alpha_ess`, `ais/alpha_mis`, `ais/alpha_var`: alpha, a_ess, a_mis, a_var;
+        `ais/mean_abs_logp_diff` (dbar), `ais/abs_logp_diff_p99`, `_p999`: nats; the quantiles by nearest rank, to
+        0.05 % between 4e-6 and 64 (0 below, 64 above); `ais/cv`; `ais/ess_ratio`: Kish's (sum wbar)^2 / (n sum wbar^2);
+        `ais/variance_ratio`: Dsig; `ais/clip_fraction`: share with rho > C; `ais/weight_min`, `_mean`, `_max`: of w;
+        `ais/weight_positive_advantage`, `ais/weight_negative_advantage`: mean w where A > 0 and where A < 0;
+        `ais/n_tokens`: n; `ais/nonfinite_tokens`; `ais/active`: 1 if some A * w differs from A in A's dtype, else 0.
+        With `config.ema` also `ais/alpha_batch`: alpha before averaging.
+
+    Raises:
+        DataError: shapes differ or are not 2-D; a dtype is not floating; the mask holds something beside 0 and 1; a
+            valid advantage is not finite; too many log-ratios are not (`config.max_nonfinite_fraction`).
     """
+    config = AISConfig() if config is None else config
+    _check_inputs(train_log_probs, rollout_log_probs, advantages, mask)
+    batch, length = mask.shape
+    weights = torch.empty(mask.shape, dtype=torch.float32, device=train_log_probs.device)
+    step = max(1, _BLOCK // max(1, length))  # whole rows: a sequence ratio needs its row in one piece
+    blocks = [slice(start, start + step) for start in range(0, batch, step)]
 
-    weights: torch.Tensor
-    alpha: float
-    diagnostics: dict[str, float]
+    stats = _Statistics(config, min(step, batch) * length, weights.device)
+    for rows in blocks:
+        stats.add(train_log_probs[rows], rollout_log_probs[rows], advantages[rows], mask[rows], weights[rows])
+    diagnostics = stats.diagnostics(previous_alpha)
+
+    alpha, active = diagnostics["ais/alpha"], False
+    one_minus_alpha = torch.tensor(1.0 - alpha, dtype=torch.float64, device=weights.device)
+    for rows in blocks:
+        # 1 + alpha * (wbar - 1), as a sum of positive terms, so that no rounding can make a weight 0 or negative. In
+        # float64, so that the final float32 is exactly 1 for wbar = 1 or alpha = 0, and exactly wbar for alpha = 1.
+        block = weights[rows]
+        wide = stats.wide[0, : block.numel()].view_as(block).copy_(block)
+        block.copy_(torch.add(one_minus_alpha, wide, alpha=alpha, out=wide))
+        if alpha > 0.0 and not active:
+            changed = apply_weights(advantages[rows], block) != advantages[rows]
+            active = bool((changed & (mask[rows] != 0)).any())
+    diagnostics["ais/active"] = float(active)
+    return AISResult(weights=weights, alpha=alpha, diagnostics=diagnostics)
 
 
-@dataclass
-class _Moments:
-    """Mean and sum of squared deviations of a stream, merged block by block (Chan, Golub and LeVeque 1983).
+def alpha_parts(mean_abs_diff: float, cv: float, variance_ratio: float, config: AISConfig) -> dict[str, float]:
+    """`alpha_ess`, `alpha_mis`, `alpha_var` and the `alpha` they make, of dbar (nats), CV and Dsig."""
+    ess = (1.0 + cv * cv) ** -0.5
+    mis = min(1.0, mean_abs_diff / config.delta)
+    var = max(0.0, (variance_ratio - config.gamma) / config.gamma)
+    alpha = min(1.0, max(0.0, ess - config.beta_var * var)) * mis
+    return {"alpha": alpha, "alpha_ess": ess, "alpha_mis": mis, "alpha_var": var}
 
-    Never subtracts two large sums, so the result does not depend on how the rows are ordered or cut into blocks beyond
-    float64 rounding, whatever the mean.
+
+@torch.no_grad()
+def apply_weights(advantages: Tensor, weights: Tensor) -> Tensor:
+    """Return A' = w * A as a new, detached tensor in the dtype of `advantages`.
+
+    Args:
+        advantages: A, any shape, any floating dtype; the product is taken in float32, or float64 if A is.
+        weights: w, same shape, float32.
+
+    Raises:
+        DataError: the shapes differ (broadcasting would hide a mix-up of rows).
     """
-
-    n: int = 0
-    mean: float = 0.0
-    m2: float = 0.0
-
-    def add(self, values: torch.Tensor, keep: torch.Tensor, n: int, scratch: torch.Tensor) -> None:
-        """Add the `n` > 0 values where `keep` is 1; all float64 and flat, `values` zero where `keep` is."""
-        mean = values.sum().item() / n
-        torch.sub(values, keep, alpha=mean, out=scratch)
-        delta = mean - self.mean
-        self.m2 += torch.dot(scratch, scratch).item() + delta * delta * (self.n * n / (self.n + n))
-        self.n += n
-        self.mean += delta * (n / self.n)
-
-    @property
-    def std(self) -> float:
-        """Sample standard deviation; 0 where it is undefined."""
-        return math.sqrt(self.m2 / (self.n - 1)) if self.n > 1 else 0.0
-
-
-@dataclass
-class _Largest:
-    """The `k` largest values of a stream of non-negative values, exactly, holding a few times `k` values.
-
-    An upper quantile of the whole batch without a copy of the batch: a value below the k-th largest seen so far can
-    never come back.
-    """
-
-    k: int
-    floor: float = -1.0
-    pool: list[torch.Tensor] = field(default_factory=list)
-
-    def add(self, values: torch.Tensor) -> None:
-        self.pool.append(values[values > self.floor])
-        if sum(part.numel() for part in self.pool) > 3 * self.k + _BLOCK:
-            self.pool = [self.descending()]
-            self.floor = self.pool[0][-1].item()
-
-    def descending(self) -> torch.Tensor:
-        pool = torch.cat(self.pool)
-        return pool.topk(min(self.k, pool.numel())).values
+    if advantages.shape != weights.shape:
+        shapes = f"advantages {tuple(advantages.shape)}, weights {tuple(weights.shape)}"
+        raise DataError("advantages and weights of one shape", shapes, "pass the weights of these very rows")
+    return (_wide(advantages) * weights).to(advantages.dtype)
 
 
 class _Statistics:
-    """The first walk over the batch: what alpha and the diagnostics need. Counts and sums run over the kept tokens.
+    """The first walk over the batch: what alpha and the diagnostics need, over the tokens kept.
 
-    Its scratch is allocated once, because fresh temporaries for each operation cost more in page faults than the
-    arithmetic does. Masked values are multiplied by 0 rather than selected, which is several times faster; that is safe
-    as long as nothing under the mask is NaN or infinite, and a sum that is needed anyway tells.
+    The scratch is allocated once: fresh temporaries cost more in page faults than the arithmetic does. Masked values
+    are multiplied by 0 rather than selected: several times faster, and safe unless one is NaN or infinite, which a sum
+    that is needed anyway tells.
     """
 
-    def __init__(self, like: torch.Tensor, size: int, config: AISConfig) -> None:
+    def __init__(self, config: AISConfig, size: int, device: torch.device) -> None:
         self.config = config
-        self.narrow = torch.empty(3, size, dtype=torch.float32, device=like.device)
-        self.wide = torch.empty(5, size, dtype=torch.float64, device=like.device)
-        # n // 100 values lie strictly above the 99th percentile's rank, hence the + 1.
-        self.largest = _Largest(like.numel() // 100 + 1)
+        self.narrow = torch.empty(3, size, dtype=torch.float32, device=device)
+        self.wide = torch.empty(4, size, dtype=torch.float64, device=device)
+        self.quantiles = _Quantiles(device)
         self.valid = self.nonfinite = self.clipped = 0
         self.sum_abs_diff = 0.0
         self.wbar_min, self.wbar_max = math.inf, -math.inf
         self.excess, self.advantage, self.weighted = _Moments(), _Moments(), _Moments()  # of wbar - 1, A, A * wbar
-        self.first_advantage: float | None = None
-        self.constant_advantage = True
-        # Over the kept tokens: sums of sign(A), sign(A)^2, sign(A) (wbar - 1) and sign(A)^2 (wbar - 1).
-        self.signs = [0.0, 0.0, 0.0, 0.0]
+        self.signs = [0.0] * 4  # sums of sign(A), sign(A)^2, sign(A) (wbar - 1) and sign(A)^2 (wbar - 1)
 
-    def add(
-        self,
-        train: torch.Tensor,
-        rollout: torch.Tensor,
-        advantages: torch.Tensor,
-        mask: torch.Tensor,
-        wbar: torch.Tensor,
-    ) -> None:
+    def add(self, train: Tensor, rollout: Tensor, advantages: Tensor, mask: Tensor, wbar: Tensor) -> None:
         """Add a block of rows and write its wbar, 1 where no token is kept, into `wbar`."""
         shape = mask.shape
         train, rollout, advantages, mask, wbar = (x.reshape(-1) for x in (train, rollout, advantages, mask, wbar))
         diff, abs_diff, keep32 = self.narrow[:, : mask.numel()]
-        keep, advantage, excess, product, scratch = self.wide[:, : mask.numel()]
+        keep, advantage, excess, product = self.wide[:, : mask.numel()]
 
-        n = self._copy_mask(mask, keep)
-        self.valid += n
-        self._copy_advantages(advantages, mask, keep, advantage)
-        if train.dtype == rollout.dtype == torch.float32:
-            torch.sub(train, rollout, out=diff)
-        else:
-            diff.copy_(_wide(train) - _wide(rollout))
-        keep32.copy_(keep)
-        sum_abs_diff = torch.abs(torch.mul(diff, keep32, out=abs_diff), out=abs_diff).sum(dtype=torch.float64).item()
-        if math.isfinite(sum_abs_diff):
-            diff.mul_(keep32)
-        else:
-            keep32.mul_(torch.isfinite(diff))
-            keep.copy_(keep32)
-            advantage.mul_(keep)
+        n_valid = n = _copy_mask(mask, keep)
+        self.valid += n_valid
+        torch.sub(_wide(train), _wide(rollout), out=diff).mul_(keep32.copy_(keep))
+        sum_abs_diff = torch.abs(diff, out=abs_diff).sum(dtype=torch.float64).item()
+        if not math.isfinite(sum_abs_diff):
+            n = int(keep.mul_(torch.isfinite(diff)).sum().item())
+            self.nonfinite += n_valid - n
             diff.masked_fill_(keep == 0, 0.0)
             sum_abs_diff = torch.abs(diff, out=abs_diff).sum(dtype=torch.float64).item()
-            n_valid, n = n, int(keep.sum().item())
-            self.nonfinite += n_valid - n
+        sum_advantage = advantage.copy_(advantages).mul_(keep).sum().item()
+        if not math.isfinite(sum_advantage):
+            _check_advantages(advantages, mask)
+            sum_advantage = advantage.copy_(advantages).masked_fill_(keep == 0, 0.0).sum().item()
         if n == 0:
             wbar.fill_(1.0)
             return
-        self.sum_abs_diff += sum_abs_diff
-        self.largest.add(abs_diff)
 
+        self.sum_abs_diff += sum_abs_diff
+        self.quantiles.add(abs_diff)
         self._truncated_ratio(diff.view(shape), keep.view(shape), wbar.view(shape))
         excess.copy_(wbar).sub_(1.0)
         torch.addcmul(advantage, advantage, excess, out=product)
-        self.excess.add(excess, keep, n, scratch)
-        self.weighted.add(product, keep, n, scratch)
-        self.advantage.add(advantage, keep, n, scratch)
-        if self.constant_advantage:
-            if self.first_advantage is None:
-                self.first_advantage = advantage[keep.argmax()].item()
-            self.constant_advantage = not bool(((advantage != self.first_advantage) & (keep != 0)).any())
-        sign, square = torch.sign(advantage, out=scratch), torch.mul(scratch, scratch, out=product)
-        for i, (left, right) in enumerate(((sign, keep), (square, keep), (sign, excess), (square, excess))):
-            self.signs[i] += torch.dot(left, right).item()
+        sum_excess = excess.sum().item()
+        self.excess.add(excess, keep, n, sum_excess)
+        self.advantage.add(advantage, keep, n, sum_advantage)
+        self.weighted.add(product, keep, n, product.sum().item())
 
-    def _truncated_ratio(self, diff: torch.Tensor, keep: torch.Tensor, wbar: torch.Tensor) -> None:
-        """Write wbar of one block into `wbar`, 1 where `keep` is 0, and note its extremes and truncations."""
+        sign = torch.sign(advantage, out=advantage)
+        count = torch.dot(sign, sign).item()
+        if count < n:
+            sum_excess = torch.dot(torch.mul(sign, sign, out=product), excess).item()
+        sums = (sign.sum().item(), count, torch.dot(sign, excess).item(), sum_excess)
+        self.signs = [old + new for old, new in zip(self.signs, sums, strict=True)]
+
+    def _truncated_ratio(self, diff: Tensor, keep: Tensor, wbar: Tensor) -> None:
+        """Write wbar of a block, 1 where `keep` is 0, into `wbar`; note its extremes and truncations."""
         config = self.config
         if config.level == "token":
             # out= rather than exp_, which is three times slower on CPU (it bypasses MKL's vector maths).
@@ -253,193 +272,143 @@ class _Statistics:
             wbar.masked_fill_(keep == 0, 1.0)
         low, high = (bound.item() for bound in wbar.aminmax())
         if high > config.clip:
-            self.clipped += int(torch.count_nonzero((wbar > config.clip) & (keep != 0)))
+            over = wbar > config.clip
             wbar.clamp_(max=config.clip)
-            if config.clip < 1.0:
+            if config.clip < 1.0:  # else the tokens that are not kept stay at 1
+                over &= keep != 0
                 wbar.masked_fill_(keep == 0, 1.0)
+            self.clipped += int(torch.count_nonzero(over))
             low, high = (bound.item() for bound in wbar.aminmax())
         if low == 1.0 or high == 1.0:
-            # That 1 may come from tokens that are not kept; otherwise they cannot be an extreme.
+            # This 1 may come from tokens that are not kept.
             low, high = (bound.item() for bound in wbar[keep != 0].aminmax())
         self.wbar_min, self.wbar_max = min(self.wbar_min, low), max(self.wbar_max, high)
 
-    @staticmethod
-    def _copy_mask(mask: torch.Tensor, keep: torch.Tensor) -> int:
-        """Copy the mask into `keep`, make sure that it holds nothing but 0 and 1, and return the number of ones."""
-        keep.copy_(mask)
-        total = keep.sum().item()
-        # sum(m) = sum(m^2) holds for integers only if all are 0 or 1, for floats but for contrived cancellations.
-        if total != torch.dot(keep, keep).item():
-            stray = keep[(keep != 0) & (keep != 1)][0].item()
-            raise DataError("a mask of 0 and 1", f"{stray} in it", "pass the response mask, not loss weights")
-        return int(total)
-
-    @staticmethod
-    def _copy_advantages(advantages: torch.Tensor, mask: torch.Tensor, keep: torch.Tensor, out: torch.Tensor) -> None:
-        """Copy the advantages into `out`, 0 where the mask is; raise if one that counts is not finite."""
-        out.copy_(advantages).mul_(keep)
-        if math.isfinite(out.sum().item()):
-            return
-        out.copy_(advantages).masked_fill_(mask == 0, 0.0)
-        bad = int(torch.count_nonzero(~torch.isfinite(out)))
-        if bad:
+    def diagnostics(self, previous_alpha: float | None) -> dict[str, float]:
+        """alpha and every metric but `ais/active`."""
+        config, n = self.config, self.excess.n
+        if self.nonfinite > config.max_nonfinite_fraction * self.valid:
             raise DataError(
-                "finite advantages at the valid tokens",
-                f"{bad} NaN or infinite ones in a block of {int(keep.sum().item())} valid tokens",
-                "look at the rewards and at the advantage estimator: AIS only rescales what they give",
+                f"finite log-prob differences at all but {config.max_nonfinite_fraction:.2%} of the valid tokens",
+                f"{self.nonfinite} NaN or infinite among {self.valid}",
+                "find the side that overflows; is_correction.max_nonfinite_fraction sets the tolerated share",
             )
+        dbar = self.sum_abs_diff / n if n else 0.0
+        mean_wbar = 1.0 + self.excess.mean
+        cv = self.excess.std / mean_wbar
+        std, mean = self.advantage.std, self.advantage.mean
+        # Constant A: float64 leaves a std of some 1e-16 of the mean, one deviating float32 among 10^7 leaves 1e-11.
+        variance_ratio = 1.0 if std <= 1e-12 * abs(mean) else self.weighted.std / (std + config.eps)
+        if not math.isfinite(variance_ratio):
+            raise DataError("advantages whose variance float64 can hold", f"std(A) = {std}", "scale the rewards down")
+        parts = {f"ais/{name}": value for name, value in alpha_parts(dbar, cv, variance_ratio, config).items()}
+        parts["ais/alpha"] = alpha = parts["ais/alpha"] if n > 1 else 0.0
+        if config.ema:
+            parts["ais/alpha_batch"] = alpha
+            if previous_alpha is not None and n > 1:
+                parts["ais/alpha"] = alpha = config.ema * previous_alpha + (1.0 - config.ema) * alpha
 
-    def sign_mean_excess(self, direction: int) -> float:
-        """Mean of wbar - 1 where sign(A) is `direction` (1 or -1); 0 if there is no such token."""
         balance, count, excess_balance, excess = self.signs
-        return (excess + direction * excess_balance) / max(1.0, count + direction * balance)
+        return {
+            **parts,
+            "ais/mean_abs_logp_diff": dbar,
+            "ais/cv": cv,
+            "ais/ess_ratio": mean_wbar**2 / (mean_wbar**2 + self.excess.m2 / n) if n else 1.0,
+            "ais/variance_ratio": variance_ratio,
+            "ais/clip_fraction": self.clipped / n if n else 0.0,
+            "ais/weight_min": 1.0 + alpha * (self.wbar_min - 1.0) if n else 1.0,
+            "ais/weight_mean": 1.0 + alpha * self.excess.mean,
+            "ais/weight_max": 1.0 + alpha * (self.wbar_max - 1.0) if n else 1.0,
+            "ais/abs_logp_diff_p99": self.quantiles.from_top(n // 100),
+            "ais/abs_logp_diff_p999": self.quantiles.from_top(n // 1000),
+            "ais/weight_positive_advantage": 1.0 + alpha * (excess + excess_balance) / max(1.0, count + balance),
+            "ais/weight_negative_advantage": 1.0 + alpha * (excess - excess_balance) / max(1.0, count - balance),
+            "ais/n_tokens": float(n),
+            "ais/nonfinite_tokens": float(self.nonfinite),
+        }
 
 
-@torch.no_grad()
-def ais_weights(
-    train_log_probs: torch.Tensor,
-    rollout_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    config: AISConfig | None = None,
-) -> AISResult:
-    """Compute the AIS weights of a batch (arXiv 2605.13907; the formulas stand at the top of this module).
+@dataclass
+class _Moments:
+    """Mean and sum of squared deviations of a stream, merged block by block (Chan, Golub and LeVeque 1983).
 
-    All statistics are over the rows given, so the scope of alpha is the caller's: the whole train batch, or any subset
-    of its rows. No input is modified. What lies where the mask is 0, NaN included, has no influence.
-
-    Args:
-        train_log_probs: log-probs (nats) of the sampled tokens under the trainer, shape (batch, response_len), any
-            floating dtype. The difference is taken in float32, or float64 if either side is.
-        rollout_log_probs: the same under the rollout engine, same checkpoint, same shape.
-        advantages: A, same shape, any floating dtype.
-        mask: 1 at valid tokens, 0 elsewhere; same shape; bool, integer or floating.
-        config: the constants; None takes the paper's.
-
-    Returns:
-        AISResult. A valid token whose log-ratio is not finite gets weight 1, is left out of the statistics and is
-        counted. Diagnostics, over the n tokens that remain (weights are w, neutral values where there is no token):
-        `ais/alpha`, `ais/alpha_ess`, `ais/alpha_mis`, `ais/alpha_var`: alpha, a_ess, a_mis, a_var;
-        `ais/mean_abs_logp_diff` (dbar), `ais/abs_logp_diff_p99`, `_p999`: nats; quantiles exact, by nearest rank;
-        `ais/cv`; `ais/ess_ratio`: Kish's (sum wbar)^2 / (n sum wbar^2); `ais/variance_ratio`: Dsig;
-        `ais/clip_fraction`: share with rho > C; `ais/weight_min`, `_mean`, `_max`; `ais/weight_positive_advantage`,
-        `ais/weight_negative_advantage`: mean w where A > 0 and where A < 0;
-        `ais/n_tokens`: n; `ais/nonfinite_tokens`; `ais/active`: 1 if some A * w differs from A in A's dtype, else 0.
-
-    Raises:
-        DataError: shapes differ or are not 2-D; a dtype is not floating; the mask holds something beside 0 and 1; a valid
-            advantage is not finite; more than `config.max_nonfinite_fraction` of the valid log-ratios are not finite.
+    Order and cut into blocks change no more than float64 rounding, whatever the mean.
     """
-    config = AISConfig() if config is None else config
-    _check_inputs(train_log_probs, rollout_log_probs, advantages, mask)
-    weights = torch.empty(mask.shape, dtype=torch.float32, device=train_log_probs.device)
-    step = max(1, _BLOCK // max(1, mask.shape[1]))  # whole rows: a sequence ratio needs its row in one piece
-    blocks = [slice(start, start + step) for start in range(0, mask.shape[0], step)]
 
-    stats = _Statistics(mask, min(step, mask.shape[0]) * mask.shape[1], config)
-    for rows in blocks:
-        stats.add(train_log_probs[rows], rollout_log_probs[rows], advantages[rows], mask[rows], weights[rows])
-    if stats.nonfinite > config.max_nonfinite_fraction * stats.valid:
-        raise DataError(
-            f"AIS weights with at most {config.max_nonfinite_fraction:.2%} of the log-ratios not finite",
-            f"{stats.nonfinite} of {stats.valid} valid tokens with a NaN or infinite log-prob difference",
-            "find out which side's log-probs overflow; is_correction.max_nonfinite_fraction sets the tolerated share",
-        )
+    n: int = 0
+    mean: float = 0.0
+    m2: float = 0.0
 
-    diagnostics = _mixing(stats, config)
-    alpha = diagnostics["ais/alpha"]
-    active = False
-    for rows in blocks:
-        if alpha == 0.0:
-            weights[rows] = 1.0
-            continue
-        if alpha < 1.0:
-            # float64, because in float32 1 + alpha * (wbar - 1) can round to 0 for a tiny wbar and lose A's sign.
-            wide = stats.wide[0, : weights[rows].numel()].view_as(weights[rows])
-            weights[rows] = wide.copy_(weights[rows]).sub_(1.0).mul_(alpha).add_(1.0)
-        if not active:
-            changed = apply_weights(advantages[rows], weights[rows]) != advantages[rows]
-            active = bool((changed & (mask[rows] != 0)).any())
-    diagnostics["ais/active"] = float(active)
-    return AISResult(weights=weights, alpha=alpha, diagnostics=diagnostics)
+    def add(self, values: Tensor, keep: Tensor, n: int, total: float) -> None:
+        """Add the `n` > 0 values, of sum `total`, where `keep` is 1; both float64 and flat, `values` 0 elsewhere."""
+        mean = total / n
+        squares = torch.dot(values, values).item()
+        m2 = squares - n * mean * mean
+        if m2 < 1e-3 * squares:  # above it, cancellation costs at most 3 of float64's 16 digits
+            centred = torch.sub(values, keep, alpha=mean)
+            m2 = torch.dot(centred, centred).item()
+        delta, self.n = mean - self.mean, self.n + n
+        self.mean += delta * (n / self.n)
+        self.m2 += m2 + delta * delta * ((self.n - n) * n / self.n)
+
+    @property
+    def std(self) -> float:
+        """Sample standard deviation; 0 where it is undefined."""
+        return math.sqrt(self.m2 / (self.n - 1)) if self.n > 1 else 0.0
 
 
-@torch.no_grad()
-def apply_weights(advantages: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return A' = w * A as a new, detached tensor in the dtype of `advantages`.
+class _Quantiles:
+    """Upper quantiles of a stream of non-negative float32, in fixed memory and independent of its order.
 
-    Args:
-        advantages: A, any shape, any floating dtype; the product is rounded once, from float32 or wider.
-        weights: w, same shape, float32.
-
-    Raises:
-        DataError: the shapes differ (broadcasting would hide a mix-up of rows).
+    Selecting exactly costs half as much as all the rest. The bits of a non-negative float grow with its value, so the
+    upper ones are a ready-made logarithmic bin; the relative error is half a bin, 2**-(_STEPS + 1) = 0.05 %.
     """
-    if advantages.shape != weights.shape:
-        raise DataError(
-            "advantages and weights of one shape",
-            f"advantages {tuple(advantages.shape)}, weights {tuple(weights.shape)}",
-            "pass the weights that ais_weights returned for these very rows",
-        )
-    return (_wide(advantages) * weights).to(advantages.dtype)
+
+    def __init__(self, device: torch.device) -> None:
+        self.counts = torch.zeros(((_HIGH - _LOW) << _STEPS) + 1, dtype=torch.int64, device=device)
+
+    def add(self, values: Tensor) -> None:
+        """Count flat `values`, and overwrite them."""
+        bins = values.clamp_(2.0**_LOW, 2.0**_HIGH).view(torch.int32)
+        bins.bitwise_right_shift_(23 - _STEPS).sub_((127 + _LOW) << _STEPS)
+        self.counts += bins.bincount(minlength=self.counts.numel())
+
+    def from_top(self, rank: int) -> float:
+        """The value with `rank` values above it; 0 in the lowest bin and where there are no values."""
+        above = self.counts.flip(0).cumsum(0)
+        index = self.counts.numel() - 1 - int(torch.searchsorted(above, rank, right=True))
+        if index <= 0:
+            return 0.0
+        exponent, step = divmod(index, 1 << _STEPS)
+        return 2.0 ** (_LOW + exponent) * (1.0 + (step + 0.5) / (1 << _STEPS))
 
 
-def _check_inputs(train: torch.Tensor, rollout: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> None:
-    tensors = {"train_log_probs": train, "rollout_log_probs": rollout, "advantages": advantages, "mask": mask}
-    if train.dim() != 2 or any(tensor.shape != train.shape for tensor in tensors.values()):
-        raise DataError(
-            "four tensors of one shape (batch, response_len)",
-            ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items()),
-            "pass response-only tensors of the same rows, padded alike",
-        )
-    for name, tensor in tensors.items():
-        if name != "mask" and not tensor.is_floating_point():
+def _check_inputs(train: Tensor, rollout: Tensor, advantages: Tensor, mask: Tensor) -> None:
+    floating = {"train_log_probs": train, "rollout_log_probs": rollout, "advantages": advantages}
+    if mask.dim() != 2 or any(tensor.shape != mask.shape for tensor in floating.values()):
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in (floating | {"mask": mask}).items())
+        raise DataError("four tensors of one shape (batch, response_len)", shapes, "pad the same rows alike")
+    for name, tensor in floating.items():
+        if not tensor.is_floating_point():
             raise DataError(f"{name} of a floating dtype", str(tensor.dtype), f"convert {name} to float32")
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
+def _copy_mask(mask: Tensor, keep: Tensor) -> int:
+    """Copy the mask into `keep`, check that it holds only 0 and 1, and return the number of ones."""
+    total = keep.copy_(mask).sum().item()
+    # sum(m) = sum(m^2) implies 0 and 1 for integers, and for floats but for contrived cancellation.
+    if total != torch.dot(keep, keep).item():
+        stray = keep[(keep != 0) & (keep != 1)][0].item()
+        raise DataError("a mask of 0 and 1", f"{stray} in it", "pass the response mask, not loss weights")
+    return int(total)
+
+
+def _check_advantages(advantages: Tensor, mask: Tensor) -> None:
+    bad = int(torch.count_nonzero((mask != 0) & ~torch.isfinite(advantages)))
+    if bad:
+        found = f"{bad} NaN or infinite ones among the {int(torch.count_nonzero(mask))} of one block of rows"
+        raise DataError("finite advantages at the valid tokens", found, "look at the rewards and the estimator")
+
+
+def _wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
-
-
-def _mixing(stats: _Statistics, config: AISConfig) -> dict[str, float]:
-    """alpha and the diagnostics from the statistics of a batch."""
-    n = stats.excess.n
-    dbar = stats.sum_abs_diff / n if n else 0.0
-    mean_wbar = 1.0 + stats.excess.mean
-    cv = stats.excess.std / mean_wbar
-    mean_square = stats.excess.m2 / n + mean_wbar**2 if n else 1.0
-    variance_ratio = 1.0
-    if not stats.constant_advantage:
-        variance_ratio = stats.weighted.std / (stats.advantage.std + config.eps)
-    if not math.isfinite(variance_ratio):
-        raise DataError(
-            "advantages whose variance float64 can hold",
-            f"std(A) = {stats.advantage.std}, std(A * wbar) = {stats.weighted.std}",
-            "scale the rewards down",
-        )
-    alpha_ess = (1.0 + cv * cv) ** -0.5
-    alpha_mis = min(1.0, dbar / config.delta)
-    alpha_var = max(0.0, (variance_ratio - config.gamma) / config.gamma)
-    alpha = min(1.0, max(0.0, alpha_ess - config.beta_var * alpha_var)) * alpha_mis if n > 1 else 0.0
-
-    largest = stats.largest.descending() if n else torch.zeros(1)
-    return {
-        "ais/alpha": alpha,
-        "ais/alpha_ess": alpha_ess,
-        "ais/alpha_mis": alpha_mis,
-        "ais/alpha_var": alpha_var,
-        "ais/mean_abs_logp_diff": dbar,
-        "ais/cv": cv,
-        "ais/ess_ratio": mean_wbar**2 / mean_square,
-        "ais/variance_ratio": variance_ratio,
-        "ais/clip_fraction": stats.clipped / n if n else 0.0,
-        "ais/weight_min": 1.0 + alpha * (stats.wbar_min - 1.0) if n else 1.0,
-        "ais/weight_mean": 1.0 + alpha * stats.excess.mean,
-        "ais/weight_max": 1.0 + alpha * (stats.wbar_max - 1.0) if n else 1.0,
-        "ais/abs_logp_diff_p99": largest[n // 100].item(),
-        "ais/abs_logp_diff_p999": largest[n // 1000].item(),
-        "ais/weight_positive_advantage": 1.0 + alpha * stats.sign_mean_excess(1),
-        "ais/weight_negative_advantage": 1.0 + alpha * stats.sign_mean_excess(-1),
-        "ais/n_tokens": float(n),
-        "ais/nonfinite_tokens": float(stats.nonfinite),
-    }

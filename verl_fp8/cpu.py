@@ -19,6 +19,8 @@ import wrapt
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
+from verl_fp8.contract import require
+
 
 def _peak_bytes(device: Any = None) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -184,6 +186,7 @@ def _register_cpu_engine(module: types.ModuleType) -> None:
 
 def cpu_engine(module: types.ModuleType) -> type:
     """verl's FSDP engine without the pinned-memory offload it forces on a forward-only (reference) model."""
+    require("cpu")
 
     class CPUFSDPEngine(module.FSDPEngineWithLMHead):
         def _build_fsdp_module(self, model):

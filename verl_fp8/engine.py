@@ -12,39 +12,23 @@ from verl.workers.engine.fsdp import transformer_impl
 
 from verl_fp8.config import BACKEND
 from verl_fp8.errors import ConfigError
+from verl_fp8.exact_hf import make_exact, make_fp32_head, match_log_softmax
+from verl_fp8.hardware import probe, resolve_backend
 from verl_fp8.linear import convert_linears
-from verl_fp8.settings import Fp8Settings
 from verl_fp8.sync import SyncStats, outgoing
 
 RECIPE_FILE = "fp8_recipe.json"
 
 
-def _capability() -> tuple[int, int] | None:
-    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-
-
-def choose_backend(settings: Fp8Settings) -> str:
-    """``auto`` -> ``reference`` where there is no GPU.
-
-    Raises:
-        ConfigError: ``auto`` on a GPU, for which this version has no kernels.
-    """
-    if settings.backend != "auto":
-        return settings.backend
-    if torch.cuda.is_available():
-        raise ConfigError(
-            "fp8.backend=auto on a GPU",
-            "no GPU backend in this version of verl_fp8",
-            "set fp8.backend=reference (slow: torch emulation), or fp8.mode=rollout",
-        )
-    return "reference"
+def _unchanged(linear: torch.nn.Linear, recipe) -> torch.nn.Linear:
+    return linear
 
 
 class Fp8EngineMixin:
     """The FP8 parts, over any of verl's FSDP engines with a language-model head."""
 
     def __init__(self, model_config, engine_config, optimizer_config, checkpoint_config):
-        self.fp8 = engine_config.settings(_capability())
+        self.fp8 = engine_config.settings(probe().capability)
         self._fp8_sync: dict[str, float] = {}
         # verl's FSDP code branches on its own strategy names.
         object.__setattr__(engine_config, "strategy", "fsdp2")
@@ -52,18 +36,22 @@ class Fp8EngineMixin:
 
     def _build_module(self):
         module = super()._build_module()
-        report = convert_linears(
-            module,
-            self.fp8.recipe,
-            self.fp8.layers,
-            backend=choose_backend(self.fp8),
-            swap=self.fp8.mode == "unified",
-        )
+        if self.fp8.mode == "unified":
+            self._fp8_backend = resolve_backend("reference" if self.fp8.exact else self.fp8.backend, self.fp8.recipe, probe())
+            report = convert_linears(module, self.fp8.recipe, self.fp8.layers, backend=self._fp8_backend)
+        else:
+            # The trainer stays in bf16; the sync needs the same list of layers.
+            report = convert_linears(module, self.fp8.recipe, self.fp8.layers, "bf16", {"bf16": _unchanged})
         self._fp8_layers = report.converted
+        if self.fp8.exact:
+            match_log_softmax(transformer_impl)
+            make_exact(module)
+        elif self.fp8.lm_head == "fp32":
+            make_fp32_head(module)
         if self.rank == 0:
             role = "reference policy" if self.engine_config.forward_only else "actor"
             if self.fp8.mode == "unified":
-                print(f"{report.summary()} [{role}, recipe {self.fp8.recipe.digest()}]", flush=True)
+                print(f"{report.summary()} [{role}, backend {self._fp8_backend}, recipe {self.fp8.recipe.digest()}]", flush=True)
             else:
                 print(f"FP8 rollout of {len(report.converted)} of {report.total} linear layers, {role} in bf16", flush=True)
         return module

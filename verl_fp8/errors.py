@@ -1,7 +1,7 @@
 """The exceptions verl_fp8 raises at its users.
 
-Every message says what was asked, what was found and what to do about it. Precision is never decided by a warning: a wish
-that cannot be met raises one of these.
+Every message says what was asked, what was found and what to do about it. Precision is never decided by a warning: a
+wish that cannot be met raises one of these.
 """
 
 
@@ -21,7 +21,8 @@ class Fp8Error(Exception):
         self.fix = fix
 
     def __reduce__(self):
-        # Ray pickles exceptions across processes; BaseException would rebuild from args, i.e. from the one joined sentence.
+        # Ray pickles exceptions across processes; BaseException would rebuild from args, i.e. from the one joined
+        # sentence.
         return type(self), (self.asked, self.found, self.fix)
 
 

@@ -15,11 +15,29 @@ ROW_PARALLEL = frozenset({"o_proj", "down_proj", "out_proj", "dense"})
 
 
 def linear_shapes(config: Any) -> dict[str, tuple[int, int]]:
-    """Name -> (out, in) of every nn.Linear of the causal LM that ``config`` describes, in module order; allocates nothing."""
+    """Name -> (out, in) of every nn.Linear of the causal LM that ``config`` describes, in module order; allocates nothing.
+
+    Raises:
+        ConfigError: not a causal LM, or one with fused experts, which vLLM would quantise and the trainer would not.
+    """
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except ValueError as error:
+        raise ConfigError(
+            "the linear layers of the causal language model at actor_rollout_ref.model.path",
+            f"a {type(config).__name__}, which AutoModelForCausalLM does not build ({str(error).splitlines()[0]})",
+            "use a text-only model, or remove +fp8",
+        ) from error
+    experts = [n for n, p in model.named_parameters() if p.ndim == 3 and "experts" in n.split(".")]
+    if experts:
+        raise ConfigError(
+            "FP8 linear layers in trainer and rollout (+fp8)",
+            f"mixture-of-experts weights in one tensor, {experts[0]}, in the model at actor_rollout_ref.model.path",
+            "use a dense model, or remove +fp8",
+        )
     return {n: tuple(m.weight.shape) for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
 
 
@@ -104,7 +122,6 @@ def _whole(name: str, what: str, size: int, parts: int, unit: int, block: tuple[
         if parts > 1
         else f"blocks of {block[0]}x{block[1]}",
         f"{name} has {what} {shard}, no multiple of {unit}, as vLLM needs it",
-        "lower actor_rollout_ref.rollout.tensor_model_parallel_size"
-        + (", or" if parts > 1 else " cannot help here:")
-        + " set fp8.recipe.weight_block to a divisor (reference backend only), or keep the layer in bf16 with fp8.recipe.exclude",
+        ("lower actor_rollout_ref.rollout.tensor_model_parallel_size, " if parts > 1 else "")
+        + "set fp8.recipe.weight_block to a divisor (reference backend only), or keep the layer in bf16 with fp8.recipe.exclude",
     )

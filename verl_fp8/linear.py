@@ -4,6 +4,7 @@
 :mod:`verl_fp8.numerics` on any device; it defines what the other backends must reproduce.
 """
 
+import importlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,15 +20,17 @@ from verl_fp8.recipe import LayerFilter, Recipe
 class ReferenceFp8Linear(nn.Linear):
     """A linear layer whose three GEMMs run on FP8 codes, in plain torch.
 
-    It stays an ``nn.Linear`` with the same parameters, so state-dict keys, initialisation, FSDP wrapping and LoRA target
-    matching see no difference. The weight is quantised at every call: under FSDP2 each gathered weight is a fresh tensor, and
-    one address and version may hold two different contents, so nothing can key a cache.
+    It stays an ``nn.Linear`` with the same parameters, so state-dict keys, initialisation, FSDP wrapping and LoRA
+    target matching see no difference. The weight is quantised at every call: under FSDP2 each gathered weight is a
+    fresh tensor, and one address and version may hold two different contents, so nothing can key a cache.
 
     Attributes:
         recipe: the :class:`~verl_fp8.recipe.Recipe`, set by :func:`to_reference`.
+        accumulate: of the forward GEMM; float64 in the exact mode (verl_fp8.exact_hf).
     """
 
     recipe: Recipe
+    accumulate: torch.dtype = torch.float32
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., K] -> [..., N] in x's dtype, or autocast's where that is on.
@@ -41,7 +44,7 @@ class ReferenceFp8Linear(nn.Linear):
             x = x.to(torch.get_autocast_dtype(kind))
         # FP8 codes of a bf16 weight and of its float32 master differ in 2 %: quantise the dtype the GEMM would see.
         weight = self.weight.to(x.dtype)
-        y = Fp8LinearFunction.apply(x.reshape(-1, x.shape[-1]), weight, self.recipe)
+        y = Fp8LinearFunction.apply(x.reshape(-1, x.shape[-1]), weight, self.recipe, self.accumulate)
         y = y.reshape(*x.shape[:-1], self.out_features)
         # Outside the GEMM, after its rounding, as vLLM and the TransformerEngine backend do.
         return y if self.bias is None else y + self.bias.to(y.dtype)
@@ -52,15 +55,28 @@ class ReferenceFp8Linear(nn.Linear):
 
 
 def to_reference(linear: nn.Linear, recipe: Recipe) -> nn.Linear:
-    """Turn a plain ``nn.Linear`` into a :class:`ReferenceFp8Linear`, the same object: parameters, hooks and mode stay."""
+    """Turn a plain ``nn.Linear`` into a :class:`ReferenceFp8Linear` in place: parameters, hooks and mode stay."""
     linear.__class__ = ReferenceFp8Linear
     linear.recipe = recipe
     return linear
 
 
-# Name -> (linear, recipe) -> its replacement, the same object or a new one that shares the Parameter objects. A backend whose
-# kernels need (out, in) to be multiples of something says so in an attribute `multiple`, see LayerFilter.reason.
-BACKENDS: dict[str, Callable[[nn.Linear, Recipe], nn.Module]] = {"reference": to_reference}
+# Name -> (linear, recipe) -> its replacement, the same object or a new one that shares the Parameter objects. A backend
+# whose kernels need (out, in) to be multiples of something says so in an attribute `multiple`, see LayerFilter.reason.
+# Imported at first use: their modules want TransformerEngine, or Triton.
+def _at_first_use(module: str, function: str, multiple: tuple[int, int]) -> Callable[[nn.Linear, Recipe], nn.Module]:
+    def convert(linear: nn.Linear, recipe: Recipe) -> nn.Module:
+        return getattr(importlib.import_module(module), function)(linear, recipe)
+
+    convert.multiple = multiple
+    return convert
+
+
+BACKENDS: dict[str, Callable[[nn.Linear, Recipe], nn.Module]] = {
+    "reference": to_reference,
+    "te": _at_first_use("verl_fp8.te", "to_te", (16, 16)),
+    "torch": _at_first_use("verl_fp8.scaled_mm", "to_scaled_mm", (1, 1)),
+}
 
 
 @dataclass(frozen=True)
@@ -78,7 +94,7 @@ class ConversionReport:
     total: int
 
     def summary(self) -> str:
-        """``FP8: converted 28 of 30 linear layers (1 kept: lm_head (output head); ...)``: one line, reasons with counts."""
+        """One line: ``FP8: converted 14 of 15 linear layers (1 kept: lm_head (output head))``, reasons with counts."""
         line = f"FP8: converted {len(self.converted)} of {self.total} linear layers"
         leaves = Counter((name.rpartition(".")[2], reason) for name, reason in self.skipped.items())
         kept = "; ".join(f"{count} kept: {leaf} ({reason})" for (leaf, reason), count in leaves.items())
@@ -94,8 +110,8 @@ def convert_linears(
 ) -> ConversionReport:
     """Swap every linear layer below ``module`` that the filter lets through, in place; works on the meta device.
 
-    Only plain ``nn.Linear`` is converted: of a subclass we do not know what its forward adds. A weight that another module owns
-    too (an embedding) stays, as its other use would not follow.
+    Only plain ``nn.Linear`` is converted: of a subclass we do not know what its forward adds. A weight that another
+    module owns too (an embedding) stays, as its other use would not follow.
 
     Args:
         module: the model, not yet wrapped by FSDP.
@@ -105,11 +121,11 @@ def convert_linears(
         backends: the registry.
 
     Raises:
-        ConfigError: an unknown backend, a PEFT adapter in the model, a filter that does not fit it, or no layer to convert. The
-            model is unchanged then.
+        ConfigError: an unknown backend, a PEFT adapter in the model, a filter that does not fit it, or no layer to
+            convert. The model is unchanged then.
     """
     if backend not in backends:
-        raise ConfigError(f"fp8.backend={backend!r}", "no such backend", f"set fp8.backend to one of {sorted(backends)}")
+        raise ConfigError(f"fp8.backend={backend!r}", "no such backend", f"set it to one of {sorted(backends)}")
     convert = backends[backend]
     # Under every name: a module used twice must be replaced in both places.
     modules = dict(module.named_modules(remove_duplicate=False))

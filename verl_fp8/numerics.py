@@ -3,19 +3,20 @@
 The formula is TransformerEngine's blockwise one, bit for bit (transformer_engine/common/recipe/recipe_common.cuh,
 compute_scale_from_amax, and common/transpose/quantize_transpose_{square,vector}_blockwise.cu)::
 
-    amax = max |x| over the block, at least eps           s = 448 / amax, an IEEE division; 1 where amax is 0 or infinite
-    where 448 / amax overflows float32, s = the largest finite value of x's dtype
-    pow2: the mantissa of s is cleared                    code = e4m3(float32(x) * s), nearest even, saturating
-    scale_inv = 1 / s                                     x is about code * scale_inv
+    amax = max |x| over the block, at least eps
+    s = 448 / amax, an IEEE division; 1 where amax is 0 or infinite; x's dtype's largest value where float32 overflows
+    scale format pow2: the mantissa of s is cleared
+    code = e4m3(float32(x) * s), nearest even, saturating
+    scale_inv = 1 / s, so that x is about code * scale_inv
 
-Two equal forwards give log-prob differences of exactly zero; a third of the scales one ulp off already gives a k3 of 1e-2
-(measured, SmolLM2-135M). Hence every operation below is exact or IEEE, and the tests compare bits.
+Two equal forwards give log-prob differences of exactly zero; a third of the scales one ulp off already gives a k3 of
+1e-2 (measured, SmolLM2-135M). Hence every operation below is exact or IEEE, and the tests compare bits.
 
-In the trap `448.0 / amax` PyTorch computes amax.reciprocal() * 448, which is not the IEEE quotient: about a third of the scales
-come out one ulp off. `torch.div` of two tensors is the quotient.
+In the trap `448.0 / amax` PyTorch computes amax.reciprocal() * 448, which is not the IEEE quotient: about a third of
+the scales come out one ulp off. `torch.div` of two tensors is the quotient.
 
-The reference GEMM multiplies the dequantised codes: the FP8 tensor cores' products are exact too, what differs is the order and
-width of accumulation. Zero padding of tokens or columns changes nothing, zeros never raise an amax.
+The reference GEMM multiplies the dequantised codes: the FP8 tensor cores' products are exact too, what differs is the
+order and width of accumulation. Zero padding of tokens or columns changes nothing, zeros never raise an amax.
 """
 
 import contextlib
@@ -32,8 +33,9 @@ from verl_fp8.recipe import SCALE_FORMATS, Recipe
 FP8_DTYPE = torch.float8_e4m3fn
 FP8_MAX = 448.0
 
-# Per input dtype: the integer that its bits are viewed as, the mask that drops the sign, the bits of +infinity. Without the sign,
-# bits order as the magnitudes do, infinity above every number and NaN above infinity; integer max is exact and faster.
+# Per input dtype: the integer that its bits are viewed as, the mask that drops the sign, the bits of +infinity. Without
+# the sign, bits order as the magnitudes do, infinity above every number and NaN above infinity; integer max is exact
+# and faster.
 _BITS = {
     torch.bfloat16: (torch.int16, 0x7FFF, 0x7F80),
     torch.float16: (torch.int16, 0x7FFF, 0x7C00),
@@ -41,9 +43,9 @@ _BITS = {
 }
 _CLEAR_MANTISSA = -0x800000  # 0xFF800000 as a signed 32-bit integer
 
-# Elements handled at once. On CPUs the intermediates of a chunk (12 MiB) stay in the L3 cache and are not paged in anew for each
-# tensor, while each step still is long against an OpenMP barrier; 2^16 to 2^20 measured slower. On accelerators the limit only
-# bounds memory (256 MiB of float32).
+# Elements handled at once. On CPUs the intermediates of a chunk (12 MiB) stay in the L3 cache and are not paged in anew
+# for each tensor, while each step still is long against an OpenMP barrier; 2^16 to 2^20 measured slower. On
+# accelerators the limit only bounds memory (256 MiB of float32).
 _CHUNK_CPU = 1 << 21
 _CHUNK_ACCELERATOR = 1 << 26
 
@@ -54,7 +56,8 @@ class QuantizedTensor:
 
     Attributes:
         data: [M, K] float8_e4m3fn.
-        scale_inv: [ceil(M / rows), ceil(K / columns)] float32; multiply by it to dequantise (vLLM's ``weight_scale_inv``).
+        scale_inv: [ceil(M / rows), ceil(K / columns)] float32; multiply by it to dequantise (vLLM's
+            ``weight_scale_inv``).
         block: (rows, columns).
     """
 
@@ -74,7 +77,8 @@ class QuantizedTensor:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """[M, K] codes times scales, multiplied in float32 and then cast to ``dtype``.
 
-        The order is TransformerEngine's (pytorch/tensor/storage/float8_blockwise_tensor_storage.py, _dequantize_vectorwise).
+        The order is TransformerEngine's (pytorch/tensor/storage/float8_blockwise_tensor_storage.py,
+        _dequantize_vectorwise).
         """
         if not self.data.is_contiguous() and self.data.t().is_contiguous():
             return self.t().dequantize(dtype).t()
@@ -103,12 +107,13 @@ def quantize(
 
     Args:
         x: [M, K] bfloat16, float16 or float32, any strides; M or K may be 0 and need not be multiples of the block.
-        block: (rows, columns) sharing a scale: (128, 128) for weights, (1, 128) for activations along K, (128, 1) along tokens.
+        block: (rows, columns) sharing a scale: (128, 128) for weights, (1, 128) for activations along K, (128, 1) along
+            tokens.
         scale_format: ``fp32`` or ``pow2``.
         eps: floor on amax.
-        check_finite: raise on infinity and NaN (weights). If False they follow TransformerEngine's formula: an infinity makes
-            its block's s 1 and saturates to 448, a NaN does not enter amax and gets the code 0x7F; on accelerators nothing waits
-            for the device then.
+        check_finite: raise on infinity and NaN (weights). If False they follow TransformerEngine's formula: an infinity
+            makes its block's s 1 and saturates to 448, a NaN does not enter amax and gets the code 0x7F; on
+            accelerators nothing waits for the device then.
 
     Returns:
         The codes, contiguous, and their scales.
@@ -133,7 +138,7 @@ def quantize(
         torch.bitwise_and(chunk.view(int_dtype), mask, out=bits)
         amax_bits = _block_max(bits, (rows, columns))
         # Only CPUs look: reading a flag back would stall an accelerator (and break CUDA graph capture).
-        suspect = bool((amax_bits >= infinity).any()) if check_finite or x.device.type == "cpu" else True
+        suspect = int(amax_bits.max()) >= infinity if check_finite or x.device.type == "cpu" else True
         if suspect and check_finite:
             raise _not_finite(x)
         if suspect:
@@ -146,8 +151,8 @@ def quantize(
         values.copy_(chunk)
         _scale_(values, scale, (rows, columns))
         if suspect:
-            # Finite blocks need no clamp: |x| * s <= 448 * (1 + 2^-23), which rounds to 448. The NaN fill drops its sign,
-            # as cvt.satfinite does.
+            # Finite blocks need no clamp: |x| * s <= 448 * (1 + 2^-23), which rounds to 448. The NaN fill drops its
+            # sign, as cvt.satfinite does.
             values.clamp_(-FP8_MAX, FP8_MAX).masked_fill_(values.isnan(), float("nan"))
         data[start : start + step].copy_(values)
     return QuantizedTensor(data, scale_inv, (rows, columns))
@@ -166,7 +171,8 @@ def gemm(
         a: [M, K].
         b: [N, K], codes, or their ``dequantize(accumulate)`` where a caller keeps it over many calls.
         out_dtype: of the result, rounded to once.
-        accumulate: float32, or float64, in which the order of the sum practically never reaches the rounding to ``out_dtype``.
+        accumulate: float32, or float64, in which the order of the sum practically never reaches the rounding to
+            ``out_dtype``.
 
     Returns:
         [M, N] in ``out_dtype``.
@@ -193,26 +199,28 @@ def fp8_linear_forward(
 
 
 class Fp8LinearFunction(torch.autograd.Function):
-    """y = Q(x) @ Q(W).T with the backward the recipe asks for. ``apply(x, weight, recipe)``.
+    """y = Q(x) @ Q(W).T with the backward the recipe asks for. ``apply(x, weight, recipe, accumulate)``.
 
     x: [tokens, K], weight: [N, K], both in one dtype; y: [tokens, N]. The backward follows TransformerEngine
     (pytorch/module/linear.py, _linear_backward):
 
-    * ``fp8``: dx = Q(dy, 1xn) @ Q(W), with the forward's codes of W; dW = Q(dy, nx1).T @ Q(x, nx1), whose blocks run along the
-      tokens, the dimension contracted there. Both are quantised from the original dy and x, not from the forward's codes.
+    * ``fp8``: dx = Q(dy, 1xn) @ Q(W), with the forward's codes of W; dW = Q(dy, nx1).T @ Q(x, nx1), whose blocks run
+      along the tokens, the dimension contracted there. Both are quantised from the original dy and x, not from the
+      forward's codes.
     * ``high_precision`` (its backward_override): dx = dy @ W, dW = dy.T @ x, on the original operands.
     * ``dequantized`` (its backward_override): the same on the forward's codes dequantised to x's dtype.
 
-    All sums are in float32, rounded once to the operand's dtype. The weight itself is saved and quantised again in the backward:
-    FSDP2 frees the gathered weight between the two and gathers it anew, so codes kept here would be memory it cannot free.
+    ``accumulate`` is the forward's (see :func:`gemm`). All other sums are in float32, rounded once to the operand's
+    dtype. The weight itself is saved and quantised again in the backward: FSDP2 frees the gathered weight between the
+    two and gathers it anew, so codes kept here would be memory it cannot free.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, recipe):
+    def forward(ctx, x, weight, recipe, accumulate=torch.float32):
         x_q = _quantize_activation(x, recipe.activation_block, recipe)
-        y = gemm(x_q, _quantize_weight(weight, recipe), x.dtype)
+        y = gemm(x_q, _quantize_weight(weight, recipe), x.dtype, accumulate=accumulate)
         ctx.recipe = recipe
-        dx_wanted, dw_wanted, _ = ctx.needs_input_grad
+        dx_wanted, dw_wanted = ctx.needs_input_grad[:2]
         operands = (x_q.data, x_q.scale_inv) if recipe.backward == "dequantized" else (x, None)
         ctx.save_for_backward(*(operands if dw_wanted else (None, None)), weight if dx_wanted else None)
         return y
@@ -231,7 +239,7 @@ class Fp8LinearFunction(torch.autograd.Function):
                 dy_q = _quantize_activation(dy, recipe.gradient_block[::-1], recipe)
                 x_q = _quantize_activation(x, recipe.activation_block[::-1], recipe)
                 dw = gemm(dy_q.t(), x_q.t(), dtype)
-            return dx, dw, None
+            return dx, dw, None, None
         if recipe.backward == "dequantized":
             if weight is not None:
                 weight = _quantize_weight(weight, recipe).dequantize(dtype)
@@ -241,7 +249,7 @@ class Fp8LinearFunction(torch.autograd.Function):
             dx = _matmul(dy.float(), weight.float(), dtype)
         if x is not None:
             dw = _matmul(dy.float().t(), x.float(), dtype)
-        return dx, dw, None
+        return dx, dw, None, None
 
 
 def checksum(t: torch.Tensor) -> str:
@@ -269,36 +277,43 @@ def _scale_of(amax: torch.Tensor, x_dtype: torch.dtype, scale_format: str, eps: 
     if eps > 0:
         amax = amax.clamp(min=eps)
     scale = torch.div(torch.full_like(amax, FP8_MAX), amax)  # never FP8_MAX / amax: see the module's docstring
-    scale.masked_fill_(scale == float("inf"), torch.finfo(x_dtype).max)
+    scale.nan_to_num_(posinf=torch.finfo(x_dtype).max)
     if scale_format == "pow2":
         scale.view(torch.int32).bitwise_and_(_CLEAR_MANTISSA)
-    return scale.masked_fill_((amax == 0) | (amax == float("inf")), 1.0)
+    # An infinite amax is the only one that gives s = 0.
+    return scale.masked_fill_((amax == 0).logical_or_(scale == 0), 1.0)
 
 
 def _tiles(t: torch.Tensor, block: tuple[int, int]) -> Iterator[tuple[torch.Tensor, slice, slice]]:
-    """Views [row blocks, rows, column blocks, columns] that cover t, with their place in the scales; up to 4 where t is ragged."""
+    """Views [row blocks, rows, column blocks, columns] covering t, with their places in the scales; up to 4 if ragged.
+
+    t is contiguous. Ragged edges are blocks of their own, as zero padding would leave them.
+    """
     spans = []
     for size, unit in zip(t.shape, block, strict=True):
         whole, rest = divmod(size, unit)
         spans.append([(0, whole, unit)] * (whole > 0) + [(whole, whole + 1, rest)] * (rest > 0))
     for r0, r1, rows in spans[0]:
         for c0, c1, columns in spans[1]:
-            r, c = r0 * block[0], c0 * block[1]
-            part = t[r : r + (r1 - r0) * rows, c : c + (c1 - c0) * columns]
-            yield part.unflatten(1, (c1 - c0, columns)).unflatten(0, (r1 - r0, rows)), slice(r0, r1), slice(c0, c1)
+            start = t.storage_offset() + r0 * block[0] * t.shape[1] + c0 * block[1]
+            size = (r1 - r0, rows, c1 - c0, columns)
+            yield t.as_strided(size, (rows * t.shape[1], t.shape[1], columns, 1), start), slice(r0, r1), slice(c0, c1)
 
 
 def _block_max(bits: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """Largest integer of each block, [row blocks, column blocks]."""
+    # Columns before rows: twice as fast as both at once, whose inner loop is strided.
+    parts = [(tile.amax(3).amax(1), rows, columns) for tile, rows, columns in _tiles(bits, block)]
+    if len(parts) == 1:
+        return parts[0][0]
     out = bits.new_empty(tuple(-(-size // unit) for size, unit in zip(bits.shape, block, strict=True)))
-    for tile, rows, columns in _tiles(bits, block):
-        # Columns before rows: twice as fast as both at once, whose inner loop is strided.
-        out[rows, columns] = tile.amax(3).amax(1)
+    for part, rows, columns in parts:
+        out[rows, columns] = part
     return out
 
 
 def _scale_(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> None:
-    """Multiply each block of values by its scale, in place."""
+    """Multiply each block of values by its scale, in place; ragged edges included."""
     for tile, rows, columns in _tiles(values, block):
         tile.mul_(scale[rows, None, columns, None])
 
@@ -306,13 +321,14 @@ def _scale_(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -
 def _decode(codes: torch.Tensor, out: torch.Tensor) -> None:
     """Write the float32 values of e4m3 codes to out.
 
-    On CPUs torch's own cast is scalar code, ten times as slow as the GEMM's other preparation, so the bits are moved: e4m3's
+    On CPUs torch's own cast is scalar code (4096 x 4096: 56 ms on two cores, this: 4), so the bits are moved: e4m3's
     fields at float16's places read as the value times 2^-8 (exponent biases 7 and 15), subnormals included.
     """
     if codes.device.type != "cpu":
         out.copy_(codes)
         return
-    half = codes.view(torch.int8).to(torch.int16).mul_(128).bitwise_and_(-0x4080)  # sign to bit 15, bit 14 (its copy) to 0
+    # Times 128 moves the sign to bit 15; bit 14, another copy of it, is cleared.
+    half = codes.view(torch.int8).to(torch.int16).mul_(128).bitwise_and_(-0x4080)
     out.copy_(half.view(torch.float16)).mul_(256.0)
     magnitude = codes.view(torch.uint8).bitwise_and(0x7F)
     if int(magnitude.max()) == 0x7F:
@@ -349,10 +365,11 @@ def _check(x: torch.Tensor, block: tuple[int, int], scale_format: str) -> tuple[
             fix="flatten the leading dimensions and cast the tensor",
         )
     if scale_format not in SCALE_FORMATS:
-        raise ConfigError(f"fp8.recipe.scale_format={scale_format!r}", "unknown", f"use one of {', '.join(SCALE_FORMATS)}")
+        known = ", ".join(SCALE_FORMATS)
+        raise ConfigError(f"fp8.recipe.scale_format={scale_format!r}", "no such format", f"use one of {known}")
     rows, columns = block
     if rows < 1 or columns < 1:
-        raise ConfigError(f"blocks of {tuple(block)}", "not positive", "set fp8.recipe.weight_block to positive integers")
+        raise ConfigError(f"blocks of {tuple(block)}", "not positive", "give positive fp8.recipe.weight_block")
     return rows, columns
 
 

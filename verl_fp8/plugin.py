@@ -1,4 +1,5 @@
-"""Entry point of the ``verl.plugins`` group: makes the Hydra groups ``fp8`` and ``is_correction`` known.
+"""Entry point of the ``verl.plugins`` group: makes the Hydra groups ``fp8`` and ``is_correction`` known, and verl's driver
+check them.
 
 verl imports this module in every process right after its own package (verl/__init__.py) and swallows whatever it raises at
 DEBUG level, so nothing here may fail and nothing heavy may be imported: no torch, no verl.workers.
@@ -6,6 +7,7 @@ DEBUG level, so nothing here may fail and nothing heavy may be imported: no torc
 
 import os
 
+import wrapt
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
@@ -18,6 +20,21 @@ class Fp8SearchPath(SearchPathPlugin):
 
 
 Plugins.instance().register(Fp8SearchPath)
+
+
+def _validate_config(wrapped, instance, args, kwargs):
+    from verl_fp8.validate import validate_run
+
+    validate_run(kwargs["config"] if "config" in kwargs else args[0])
+    return wrapped(*args, **kwargs)
+
+
+@wrapt.when_imported("verl.utils.config")
+def _check_on_the_driver(module) -> None:
+    # Our classes check too (verl_fp8/config.py), but an override, or a recipe that names the groups before ppo_trainer, may
+    # have put verl's own classes back: then nobody else would look, and the run would train without what was asked for.
+    wrapt.wrap_function_wrapper(module, "validate_config", _validate_config)
+
 
 if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
     # Only where the user chose the CPU platform by verl's own variable; see verl_fp8/cpu.py.

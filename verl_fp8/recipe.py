@@ -1,7 +1,8 @@
 """What is quantised and how: :class:`Recipe` (the arithmetic) and :class:`LayerFilter` (the list of layers).
 
-Both are frozen and pure: no torch, no verl, no vLLM. The trainer's swap, vLLM's ignore list and the weight sync all derive from
-these two objects, so that there is one owner of each question. Their digests are compared between trainer and rollout.
+Both are frozen and pure: no torch, no verl, no vLLM. The trainer's swap, vLLM's ignore list and the weight sync all
+derive from these two objects, so that there is one owner of each question. Their digests are compared between trainer
+and rollout.
 """
 
 import hashlib
@@ -18,8 +19,9 @@ SCALE_FORMATS = ("fp32", "pow2")
 BACKWARDS = ("fp8", "high_precision", "dequantized")
 FORMATS = ("e4m3",)
 
-# vLLM builds one linear out of these (vllm/model_executor/models/*.py, `packed_modules_mapping`; DeepSeek's fused_qkv_a_proj),
-# and refuses a fused layer of which only some shards are quantised (quant_utils.py, is_layer_skipped).
+# vLLM builds one linear out of these (vllm/model_executor/models/*.py, `packed_modules_mapping`; DeepSeek's
+# fused_qkv_a_proj), and refuses a fused layer of which only some shards are quantised (quant_utils.py,
+# is_layer_skipped).
 FUSED_SHARDS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -29,8 +31,8 @@ FUSED_SHARDS = {
 }
 _FUSED_OF = {shard: fused for fused, shards in FUSED_SHARDS.items() for shard in shards}
 
-# Matched against whole components of the name, never as substrings: `mlp.gate` as a substring also hits `mlp.gate_up_proj`
-# (verl issue #7519).
+# Matched against whole components of the name, never as substrings: `mlp.gate` as a substring also hits
+# `mlp.gate_up_proj` (verl issue #7519).
 _HEADS = frozenset({"lm_head", "embed_out", "score", "classifier", "v_head", "value_head"})
 _ROUTER_LEAVES = frozenset({"gate", "router", "shared_expert_gate"})
 _TOWERS = frozenset({"visual", "vision_tower", "vision_model", "audio_tower", "multi_modal_projector"})
@@ -77,7 +79,8 @@ class Recipe:
             value = getattr(self, key)
             if not isinstance(value, str) or value not in allowed:
                 raise _bad(key, value, f"set it to one of {', '.join(allowed)}")
-        if isinstance(self.eps, bool) or not isinstance(self.eps, int | float) or not math.isfinite(self.eps) or self.eps < 0:
+        number = isinstance(self.eps, int | float) and not isinstance(self.eps, bool)
+        if not number or not math.isfinite(self.eps) or self.eps < 0:
             raise _bad("eps", self.eps, "set it to a finite number >= 0 (0.0 is TransformerEngine's)")
         object.__setattr__(self, "eps", float(self.eps))
 
@@ -114,8 +117,8 @@ class LayerFilter:
     Output heads, MoE router gates and vision or audio towers stay in high precision.
 
     Attributes:
-        exclude: shell patterns (``fnmatch``, case sensitive) on the fully qualified name, e.g. ``model.layers.0.*``. Each must
-            match at least one layer.
+        exclude: shell patterns (``fnmatch``, case sensitive) on the fully qualified name, e.g. ``model.layers.0.*``.
+            Each must match at least one layer.
 
     Raises:
         ConfigError: ``exclude`` is not a list of non-empty strings.
@@ -136,8 +139,8 @@ class LayerFilter:
         Args:
             name: fully qualified module name, e.g. ``model.layers.0.mlp.gate_proj``.
             shape: of its weight, (out, in).
-            multiple: what the backend's kernels need (out, in) to be multiples of; TransformerEngine's FP8 GEMM needs 16 of
-                the contracted dimension (transformer_engine/pytorch/utils.py, assert_dim_for_fp8_exec).
+            multiple: what the backend's kernels need (out, in) to be multiples of; TransformerEngine's FP8 GEMM needs
+                16 of the contracted dimension (transformer_engine/pytorch/utils.py, assert_dim_for_fp8_exec).
         """
         for pattern in self.exclude:
             if fnmatchcase(name, pattern):
@@ -204,8 +207,8 @@ def digest_of_layers(converted: Iterable[str]) -> str:
 def fused_group(name: str) -> str | None:
     """The name of the vLLM layer that ``name`` is one shard of, or None.
 
-    ``a.self_attn.k_proj`` -> ``a.self_attn.qkv_proj``; every layer under ``a.mlp.experts.`` -> ``a.mlp.experts``, since vLLM's
-    FusedMoE holds all experts of a layer in one tensor.
+    ``a.self_attn.k_proj`` -> ``a.self_attn.qkv_proj``; every layer under ``a.mlp.experts.`` -> ``a.mlp.experts``, since
+    vLLM's FusedMoE holds all experts of a layer in one tensor.
     """
     prefix, found, _ = name.partition(".experts.")
     if found:

@@ -3,6 +3,7 @@
 import torch
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
+from verl_fp8.contract import require
 from verl_fp8.errors import SyncError
 from verl_fp8.recipe import digest_of_layers
 from verl_fp8.sync import SCALE_SUFFIX, WEIGHT_SUFFIX, Incoming, loaded_shard
@@ -32,8 +33,18 @@ def fp8_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 class Fp8WorkerExtension(vLLMColocateWorkerExtension):
     """verl's worker extension with a sync that loads codes and scales as they are and checks every one of them."""
 
+    def __new__(cls, **kwargs):
+        # vLLM constructs the worker before it builds the model, so registrations made here are seen by every layer.
+        settings = settings_of(kwargs.get("vllm_config"))
+        if settings is not None and settings.exact:
+            from verl_fp8 import exact_vllm
+
+            exact_vllm.install()
+        return super().__new__(cls, **kwargs)
+
     def update_weights_from_ipc(self, *args, **kwargs):
         """One weight sync (verl/workers/rollout/vllm_rollout/utils.py); raises instead of leaving a half-loaded model."""
+        require("rollout")
         settings = settings_of(self.model_runner.vllm_config)
         if settings is None:
             raise SyncError("an FP8 rollout", "a vLLM started without the fp8 group", "select +fp8=unified or +fp8=rollout")
@@ -45,7 +56,15 @@ class Fp8WorkerExtension(vLLMColocateWorkerExtension):
             for index, name in enumerate(shard_names(model, prefix))
         }
         self._fp8_incoming = Incoming(settings, frozenset(self._fp8_owner))
-        super().update_weights_from_ipc(*args, **kwargs)
+        self._fp8_error = None
+        try:
+            super().update_weights_from_ipc(*args, **kwargs)
+        except Exception:
+            # verl's receiver cleans up in a finally clause that fails in turn ("cannot close exported pointers exist") while
+            # the bucket's tensors are alive in the traceback, and would hide what went wrong.
+            if self._fp8_error is not None:
+                raise self._fp8_error from None
+            raise
         self._fp8_incoming.finish()
         for module in self._fp8_modules.values():
             module.__dict__.pop(DEQUANTIZED, None)
@@ -59,6 +78,13 @@ class Fp8WorkerExtension(vLLMColocateWorkerExtension):
             )
 
     def _update_weights(self, weights, peft_config, base_sync_done):
+        try:
+            self._load_bucket(weights, peft_config)
+        except Exception as error:
+            self._fp8_error = error
+            raise
+
+    def _load_bucket(self, weights, peft_config) -> None:
         incoming = getattr(self, "_fp8_incoming", None)
         if incoming is None or peft_config:
             raise SyncError("an FP8 weight sync", "a LoRA or unannounced update", "remove LoRA or +fp8")

@@ -1,20 +1,21 @@
 """The two user-facing groups as values: ``fp8`` -> :class:`Fp8Settings`, ``is_correction`` -> :class:`CorrectionSettings`.
 
-Pure: no torch, no verl. Every process parses the same configuration nodes with the same code; an unknown key or a wrong type
-raises and names the key.
+Every process parses the same configuration nodes with the same code; an unknown key or a wrong type raises and names the
+key. Knows no verl; what ``auto`` means is decided by :mod:`verl_fp8.hardware`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from verl_fp8 import hardware
 from verl_fp8.errors import ConfigError
+from verl_fp8.hardware import BACKENDS, ROLLOUT_KERNELS
 from verl_fp8.recipe import LayerFilter, Recipe
 
 MODES = ("unified", "rollout")
-BACKENDS = ("auto", "reference")
 WEIGHT_SYNCS = ("codes", "bf16")
-METHODS = ("ais", "none")
+LM_HEADS = ("model", "fp32")
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,14 @@ class Fp8Settings:
 
     Attributes:
         mode: ``unified`` trains and rolls out in FP8; ``rollout`` trains in bf16 and rolls out in FP8.
-        backend: what computes the trainer's FP8 linears: ``reference`` (torch on any device), ``auto`` chooses by hardware.
+        backend: what computes the trainer's FP8 linears: ``te`` (TransformerEngine), ``torch`` (scaled_mm, Hopper),
+            ``reference`` (plain torch on any device), ``auto`` (hardware.resolve_backend).
+        rollout_kernel: what computes vLLM's on a GPU: ``torch``, ``cutlass``, ``deep_gemm`` or ``auto``
+            (hardware.resolve_rollout_kernel).
         weight_sync: ``codes`` ships FP8 codes and scales; ``bf16`` ships bf16 and quantises on arrival, with the same quantiser.
         sync_timeout: seconds the trainer waits for the rollout to take one bucket of weights before it gives up.
+        exact: make the trainer's forward and the rollout's equal to the bit (verl_fp8.exact).
+        lm_head: ``model`` computes the output head in the model's precision, ``fp32`` in float32, on both sides.
         scale_format: ``auto``, ``fp32`` or ``pow2``; ``recipe`` holds what it resolved to.
         recipe: the arithmetic.
         layers: which linear layers are FP8.
@@ -33,32 +39,38 @@ class Fp8Settings:
 
     mode: str = "unified"
     backend: str = "auto"
+    rollout_kernel: str = "auto"
     weight_sync: str = "codes"
     sync_timeout: float = 60.0
+    exact: bool = False
+    lm_head: str = "model"
     scale_format: str = "auto"
     recipe: Recipe = field(default_factory=Recipe)
     layers: LayerFilter = field(default_factory=LayerFilter)
 
     @classmethod
-    def parse(cls, node: Mapping[str, Any], *, capability: tuple[int, int] | None = None) -> "Fp8Settings":
+    def parse(cls, node: Mapping[str, Any], *, capability: tuple[int, int] | None | str = "probe") -> "Fp8Settings":
         """Read the configuration node ``fp8``.
 
         Args:
-            node: mode, backend, weight_sync, sync_timeout and recipe, as in conf/fp8/*.yaml; plain or OmegaConf mapping.
-            capability: compute capability of the GPU, None without one; decides ``scale_format=auto``.
+            node: the keys of conf/fp8/*.yaml; plain or OmegaConf mapping.
+            capability: compute capability of the GPU, None without one, ``probe`` for this machine's; decides
+                ``scale_format=auto``.
 
         Raises:
             ConfigError: an unknown key, a wrong type or value.
         """
         node = _mapping("fp8", node)
         recipe = dict(_mapping("fp8.recipe", node.get("recipe", {})))
-        known = {"mode", "backend", "weight_sync", "sync_timeout", "recipe"}
+        known = {"mode", "backend", "rollout_kernel", "weight_sync", "sync_timeout", "exact", "lm_head", "recipe"}
         _refuse_unknown("fp8", node, known)
         layers = LayerFilter(exclude=recipe.pop("exclude", ()))
         known_recipe = {f.name for f in fields(Recipe)} - {"activation_block", "gradient_block"}
         _refuse_unknown("fp8.recipe", recipe, known_recipe | {"exclude"})
         requested = recipe.pop("scale_format", "auto")
-        recipe["scale_format"] = resolve_scale_format(requested, capability)
+        if capability == "probe":
+            capability = hardware.probe().capability
+        recipe["scale_format"] = hardware.resolve_scale_format(requested, capability)
         block = recipe.get("weight_block", (128, 128))
         if isinstance(block, (list, tuple)) or hasattr(block, "__len__") and not isinstance(block, (str, Mapping)):
             # One scale of each operand covers the same stretch of K, so the other two follow from the weight's columns.
@@ -72,31 +84,30 @@ class Fp8Settings:
         return cls(
             mode=_one_of("fp8.mode", node.get("mode", "unified"), MODES),
             backend=_one_of("fp8.backend", node.get("backend", "auto"), BACKENDS),
+            rollout_kernel=_one_of("fp8.rollout_kernel", node.get("rollout_kernel", "auto"), ROLLOUT_KERNELS),
             weight_sync=_one_of("fp8.weight_sync", node.get("weight_sync", "codes"), WEIGHT_SYNCS),
             sync_timeout=float(timeout),
+            exact=_flag("fp8.exact", node.get("exact", False)),
+            lm_head=_one_of("fp8.lm_head", node.get("lm_head", "model"), LM_HEADS),
             scale_format=requested,
             recipe=Recipe.from_dict(recipe),
             layers=layers,
         )
 
 
-def resolve_scale_format(requested: str, capability: tuple[int, int] | None) -> str:
-    """``auto`` -> ``fp32`` on Hopper and without a GPU, ``pow2`` on Blackwell (its tensor cores take UE8M0 scales only).
+@dataclass(frozen=True)
+class DumpSettings:
+    """What ``is_correction.dump`` writes (see :mod:`verl_fp8.dump`).
 
-    Raises:
-        ConfigError: ``fp32`` asked for on compute capability 10 or newer, or an unknown value.
+    Attributes:
+        folder: where one file a batch goes.
+        steps: number of training steps to write, None for all.
+        max_bytes: upper limit of the folder's size; nothing is written beyond it.
     """
-    _one_of("fp8.recipe.scale_format", requested, ("auto", "fp32", "pow2"))
-    blackwell = capability is not None and capability[0] >= 10
-    if requested == "fp32" and blackwell:
-        raise ConfigError(
-            "fp8.recipe.scale_format=fp32",
-            f"a GPU of compute capability {capability[0]}.{capability[1]}, which runs the blockwise recipe with power-of-two scales only",
-            "set fp8.recipe.scale_format=pow2 or auto",
-        )
-    if requested == "auto":
-        return "pow2" if blackwell else "fp32"
-    return requested
+
+    folder: str
+    steps: int | None = None
+    max_bytes: int = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -104,15 +115,26 @@ class CorrectionSettings:
     """The group ``is_correction``.
 
     Attributes:
-        method: ``ais`` or ``none``.
+        method: one of ``METHODS``.
         allow_truncated_support: accept top_p, top_k or min_p sampling, whose rollout probabilities are renormalised over a
             smaller support than the trainer's.
-        parameters: the fields of :class:`verl_fp8.ais.AISConfig` that were given.
+        parameters: the method's own keys (``METHOD_KEYS``) that were given. For ``ais`` the fields of
+            :class:`verl_fp8.ais.AISConfig`, where delta may be ``auto``.
+        scope: AIS: the rows that share one alpha, ``batch`` or ``mini_batch`` (one optimizer step).
+        mode: AIS: ``apply``, or ``shadow``: compute and log only.
+        delta_factor: AIS with ``delta=auto``: delta is this many times the noise floor.
+        delta_steps: AIS with ``delta=auto``: the floor is the mean of ``ais/mean_abs_logp_diff`` over that many steps.
+        dump: what to write for ``verl-fp8 replay``, None for nothing.
     """
 
     method: str = "ais"
     allow_truncated_support: bool = False
     parameters: Mapping[str, Any] = field(default_factory=dict)
+    scope: str = "batch"
+    mode: str = "apply"
+    delta_factor: float = 2.0
+    delta_steps: int = 3
+    dump: DumpSettings | None = None
 
     @classmethod
     def parse(cls, node: Mapping[str, Any]) -> "CorrectionSettings":
@@ -122,17 +144,66 @@ class CorrectionSettings:
             ConfigError: an unknown key, a wrong type or value.
         """
         node = dict(_mapping("is_correction", node))
-        method = _one_of("is_correction.method", node.pop("method", "ais"), METHODS)
-        allow = node.pop("allow_truncated_support", False)
+        method = _one_of("is_correction.method", node.get("method", "ais"), METHODS)
+        _refuse_unknown("is_correction", node, {*COMMON_KEYS, *METHOD_KEYS[method], *(AIS_STAGE_KEYS if method == "ais" else ())})
+        allow = node.get("allow_truncated_support", False)
         if not isinstance(allow, bool):
             raise ConfigError(
                 f"is_correction.allow_truncated_support={allow!r}", "not true or false", "set it to true or false"
             )
-        _refuse_unknown("is_correction", node, set(AIS_KEYS) if method == "ais" else set(), always=("method", "allow_truncated_support"))
-        return cls(method=method, allow_truncated_support=allow, parameters=node)
+        return cls(
+            method=method,
+            allow_truncated_support=allow,
+            parameters={key: node[key] for key in METHOD_KEYS[method] if key in node},
+            scope=_one_of("is_correction.scope", node.get("scope", "batch"), SCOPES),
+            mode=_one_of("is_correction.mode", node.get("mode", "apply"), AIS_MODES),
+            delta_factor=_positive("is_correction.delta_factor", node.get("delta_factor", 2.0)),
+            delta_steps=_count("is_correction.delta_steps", node.get("delta_steps", 3)),
+            dump=_dump(node),
+        )
 
 
-AIS_KEYS = ("clip", "delta", "gamma", "beta_var", "eps", "level", "max_nonfinite_fraction")
+METHOD_KEYS = {
+    "ais": ("clip", "delta", "gamma", "beta_var", "eps", "level", "max_nonfinite_fraction", "ema"),
+    "tis": ("clip", "batch_normalize"),
+    "tis_seq": ("clip", "batch_normalize"),
+    "icepop": ("low", "high", "batch_normalize"),
+    "mis": ("clip", "low", "high", "batch_normalize"),
+    "geo_rs": ("low", "high"),
+    "k3_rs": ("max_k3",),
+    "none": (),
+}
+METHODS = tuple(METHOD_KEYS)
+AIS_STAGE_KEYS = ("scope", "mode", "delta_factor", "delta_steps")
+COMMON_KEYS = ("method", "allow_truncated_support", "dump", "dump_steps", "dump_max_bytes")
+SCOPES = ("batch", "mini_batch")
+AIS_MODES = ("apply", "shadow")
+
+
+def _dump(node: Mapping[str, Any]) -> DumpSettings | None:
+    folder = node.get("dump")
+    if folder is None:
+        return None
+    if not isinstance(folder, str) or not folder.strip():
+        raise ConfigError(f"is_correction.dump={folder!r}", "not a path", "set is_correction.dump to a folder, or to null")
+    steps = node.get("dump_steps")
+    return DumpSettings(
+        folder=folder,
+        steps=None if steps is None else _count("is_correction.dump_steps", steps),
+        max_bytes=_count("is_correction.dump_max_bytes", node.get("dump_max_bytes", DumpSettings.max_bytes)),
+    )
+
+
+def _positive(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise ConfigError(f"{key}={value!r}", "not a positive number", f"set {key} to a positive number")
+    return float(value)
+
+
+def _count(key: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{key}={value!r}", "not a whole number of at least 1", f"set {key} to a positive whole number")
+    return value
 
 
 def _mapping(key: str, node: Any) -> Mapping[str, Any]:
@@ -152,6 +223,12 @@ def _refuse_unknown(key: str, node: Mapping[str, Any], known: set[str], always: 
         if name not in known:
             allowed = ", ".join(sorted({*known, *always}))
             raise ConfigError(f"{key}.{name}={node[name]!r}", "no such key", f"use one of {allowed}")
+
+
+def _flag(key: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{key}={value!r}", "not true or false", f"set {key} to true or false")
+    return value
 
 
 def _one_of(key: str, value: Any, allowed: tuple[str, ...]) -> str:

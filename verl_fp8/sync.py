@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from verl_fp8.errors import SyncError
+from verl_fp8.errors import DataError, SyncError
 from verl_fp8.numerics import checksum, quantize
 from verl_fp8.recipe import digest_of_layers
 from verl_fp8.settings import Fp8Settings
@@ -90,9 +90,8 @@ def outgoing(
                 continue
             try:
                 quantized = quantize_weight(tensor, settings)
-            except Exception as error:
-                error.add_note(f"in the weight sync, tensor {name}") if hasattr(error, "add_note") else None
-                raise
+            except DataError as error:
+                raise DataError(f"ship {name} as FP8 codes", error.found, error.fix) from error
             yield emit(name, quantized.data, of_fp8_layer=True)
             yield emit(layer + SCALE_SUFFIX, quantized.scale_inv, of_fp8_layer=True)
         else:

@@ -4,17 +4,24 @@
 ``verl-fp8 check`` calls: one set of rules. Every refusal says what was asked, what was found and which key fixes it.
 """
 
+import contextlib
+import io
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_fp8.ais import AISConfig
 from verl_fp8.contract import require_versions
+from verl_fp8.corrections import ais_config, rollout_correction, same_setting, try_rollout_correction
+from verl_fp8.dump import check_folder, run_of
 from verl_fp8.errors import ConfigError
+from verl_fp8.exact_hf import check_config
+from verl_fp8.hardware import probe, resolve_backend, resolve_rollout_kernel
 from verl_fp8.layout import check_tensor_parallel, load_config, split_layers
 from verl_fp8.settings import CorrectionSettings, Fp8Settings
-from verl_fp8.vllm_arguments import EXTENSION, fp8_arguments
+from verl_fp8.vllm_arguments import EXTENSION, environment, fp8_arguments
+from verl_fp8.wiring import check_fields, check_groups, check_nodes, check_vllm_arguments
 
 # Estimators that turn group rewards into one advantage a response, as the paper's experiments do.
 GRPO_FAMILY = ("grpo", "grpo_vectorized")
@@ -26,18 +33,24 @@ TARGETS = {
 FP8_TARGETS = {
     "actor_rollout_ref.actor.fsdp_config._target_": "verl_fp8.config.Fp8EngineConfig",
     "actor_rollout_ref.rollout._target_": "verl_fp8.config.Fp8RolloutConfig",
+    "actor_rollout_ref.ref._target_": "verl_fp8.config.actor_config",
     "actor_rollout_ref.ref.fsdp_config._target_": "verl_fp8.config.Fp8EngineConfig",
 }
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a valid configuration will do: the parsed groups and the layers."""
+    """What a valid configuration will do: the parsed groups, the layers, and what ``auto`` is on this machine.
+
+    ``backend`` and ``kernel`` are None where this machine is not the one that will train (a driver without a GPU).
+    """
 
     fp8: Fp8Settings | None
     correction: CorrectionSettings | None
     converted: tuple[str, ...] = ()
     kept: dict[str, str] | None = None
+    backend: str | None = None
+    kernel: str | None = None
 
 
 def get(config: DictConfig, path: str, default: Any = None) -> Any:
@@ -47,30 +60,46 @@ def get(config: DictConfig, path: str, default: Any = None) -> Any:
 
 
 def validate_run(config: DictConfig) -> RunSummary:
-    """Check a composed verl configuration.
+    """Check a composed verl configuration, and write vLLM's environment into ``ray_kwargs.ray_init.runtime_env``.
 
     Raises:
         ConfigError: the first contradiction found.
         ContractError: an unsupported version of verl or vLLM.
     """
+    check_groups(config)
     fp8_node, correction_node = get(config, "fp8"), get(config, "is_correction")
     if fp8_node is None and correction_node is None:
         return RunSummary(None, None)
     fp8 = None if fp8_node is None else Fp8Settings.parse(fp8_node)
     correction = None if correction_node is None else CorrectionSettings.parse(correction_node)
-    asked = " ".join(
-        [f"+fp8={fp8.mode}"] * (fp8 is not None) + [f"+is_correction={correction.method}"] * (correction is not None)
-    )
+    switches = {"fp8": fp8 and fp8.mode, "is_correction": correction and correction.method}
+    asked = " ".join(f"+{group}={choice}" for group, choice in switches.items() if choice)
     require_versions(vllm=fp8 is not None)
     _check_shared(config, asked)
+    check_fields(config)
+    check_vllm_arguments(config, asked)
     if correction is not None:
         _check_correction(config, correction)
     if fp8 is None:
         return RunSummary(None, correction)
     _check_engine(config, asked)
+    check_nodes(config)
     _check_rollout(config, asked)
+    backend, kernel = _check_hardware(config, fp8)
     converted, kept = _check_model(config, fp8)
-    return RunSummary(fp8, correction, converted, kept)
+    return RunSummary(fp8, correction, converted, kept, backend, kernel)
+
+
+def number(config: DictConfig, path: str, default: float) -> float:
+    """:func:`get` for a number.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    value = get(config, path, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(f"{path}={value!r}", "not a number", f"set {path} to a number")
+    return value
 
 
 def _refuse(asked: str, config: DictConfig, path: str, why: str, fix: str) -> None:
@@ -82,13 +111,15 @@ def _check_shared(config: DictConfig, asked: str) -> None:
         _refuse(asked, config, "trainer.use_v1", ", verl's deprecated trainer", "set trainer.use_v1=true")
     for path, target in TARGETS.items():
         if get(config, path) != target:
-            _refuse(asked, config, path, f" instead of {target}, so the switches would not act", f"remove the override of {path}")
+            why = f" instead of {target}, so the switches would not act"
+            _refuse(asked, config, path, why, f"select the groups after ppo_trainer, and remove any override of {path}")
 
 
 def _check_engine(config: DictConfig, asked: str) -> None:
     strategy = get(config, "actor_rollout_ref.actor.strategy")
-    if get(config, "actor_rollout_ref.actor.megatron") is not None:
-        raise ConfigError(asked, "model_engine=megatron", "remove model_engine=megatron: these modes are for FSDP2")
+    engine = get(config, "model_engine", "dp")
+    if engine != "dp":
+        raise ConfigError(asked, f"model_engine={engine}", f"remove model_engine={engine}: these modes are for FSDP2")
     if strategy != "fsdp2":
         _refuse(asked, config, "actor_rollout_ref.actor.strategy", "", "set actor_rollout_ref.actor.strategy=fsdp2")
     for path, target in FP8_TARGETS.items():
@@ -98,7 +129,7 @@ def _check_engine(config: DictConfig, asked: str) -> None:
     if ref != "fsdp2":
         _refuse(asked, config, "actor_rollout_ref.ref.strategy", "", "set actor_rollout_ref.ref.strategy=fsdp2, or remove it")
     for path in ("model.lora_rank", "model.lora.rank"):
-        if get(config, f"actor_rollout_ref.{path}", 0) > 0:
+        if number(config, f"actor_rollout_ref.{path}", 0) > 0:
             _refuse(asked, config, f"actor_rollout_ref.{path}", ": LoRA adapters", f"set actor_rollout_ref.{path}=0 or remove +fp8")
     if get(config, "actor_rollout_ref.model.lora_adapter_path"):
         _refuse(asked, config, "actor_rollout_ref.model.lora_adapter_path", "", "remove lora_adapter_path or +fp8")
@@ -133,6 +164,8 @@ def _check_rollout(config: DictConfig, asked: str) -> None:
         _refuse(asked, config, f"{base}.quantization_config_file", "", "remove it; fp8.recipe.* describes the quantisation")
     if get(config, f"{base}.qat.enable", False):
         _refuse(asked, config, f"{base}.qat.enable", ", another quantiser", f"set {base}.qat.enable=false")
+    if get(config, f"{base}.disaggregation.enabled", False):
+        _refuse(asked, config, f"{base}.disaggregation.enabled", ": not tried with FP8 weights", f"set {base}.disaggregation.enabled=false")
     backend = get(config, f"{base}.checkpoint_engine.backend", "naive")
     if backend == "delta_sharded":
         _refuse(asked, config, f"{base}.checkpoint_engine.backend", ", which ships bf16 deltas", "set it to naive or nccl")
@@ -141,45 +174,146 @@ def _check_rollout(config: DictConfig, asked: str) -> None:
         _refuse(asked, config, f"{base}.engine_kwargs.vllm.worker_extension_cls", "", f"remove the override ({EXTENSION} is needed)")
 
 
+def _check_hardware(config: DictConfig, fp8: Fp8Settings) -> tuple[str | None, str | None]:
+    """(the trainer's backend, vLLM's kernel) on this machine, or None for both where it cannot be told."""
+    machine = probe()
+    if machine.capability is None and get(config, "trainer.device") != "cpu":
+        return None, None
+    kernel = resolve_rollout_kernel(fp8.rollout_kernel, fp8.recipe, machine)
+    backend = "bf16" if fp8.mode == "rollout" else resolve_backend("reference" if fp8.exact else fp8.backend, fp8.recipe, machine)
+    path = "ray_kwargs.ray_init.runtime_env.env_vars"
+    for name, value in environment(fp8, machine).items():
+        found = get(config, f"{path}.{name}")
+        if found is not None and str(found) != value:
+            raise ConfigError(
+                f"fp8.rollout_kernel={fp8.rollout_kernel} with {fp8.recipe.scale_format} scales, which needs {name}={value}",
+                f"{path}.{name}={found}",
+                f"remove {path}.{name}",
+            )
+        OmegaConf.update(config, f"{path}.{name}", value, force_add=True)
+    return backend, kernel
+
+
 def _check_model(config: DictConfig, fp8: Fp8Settings) -> tuple[tuple[str, ...], dict[str, str]]:
     node = OmegaConf.to_container(config.actor_rollout_ref.rollout.fp8_model, resolve=True)
+    key = "hf_config_path" if node["hf_config_path"] else "path"
+    if not isinstance(node[key], str):
+        raise ConfigError(f"actor_rollout_ref.model.{key}={node[key]!r}", "not a path", f"set actor_rollout_ref.model.{key} to a model")
     try:
         hf_config = load_config(node)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            "the layers of actor_rollout_ref.model.path",
-            f"no readable model configuration at {node['path']} ({str(error).splitlines()[0]})",
-            "set actor_rollout_ref.model.path to a model",
+            f"the layers of actor_rollout_ref.model.{key}={node[key]}",
+            f"no readable model configuration there ({str(error).splitlines()[0]})",
+            f"set actor_rollout_ref.model.{key} to a model",
         ) from error
+    if getattr(hf_config, "quantization_config", None):
+        raise ConfigError(
+            f"FP8 training of the bf16 model at actor_rollout_ref.model.{key}={node[key]}",
+            "an already quantised one (quantization_config in its configuration)",
+            f"set actor_rollout_ref.model.{key} to the unquantised model",
+        )
     converted, kept, shapes = split_layers(hf_config, fp8.layers)
     tp = get(config, "actor_rollout_ref.rollout.tensor_model_parallel_size", 1)
+    if type(tp) is not int or tp < 1:
+        path = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+        _refuse("+fp8 with tensor parallelism", config, path, ", not a positive whole number", f"set {path} to one")
+    if fp8.exact:
+        _check_exact(config, fp8, hf_config, tp)
     check_tensor_parallel(hf_config, shapes, converted, fp8.recipe.weight_block, tp)
     kwargs = OmegaConf.to_container(config.actor_rollout_ref.rollout.engine_kwargs.vllm, resolve=True)
     fp8_arguments(OmegaConf.to_container(config.fp8, resolve=True), node, kwargs)
     return converted, kept
 
 
+def _check_exact(config: DictConfig, fp8: Fp8Settings, hf_config: Any, tp: int) -> None:
+    asked = "fp8.exact=true"
+    check_config(hf_config)
+    if fp8.mode != "unified":
+        raise ConfigError(asked, f"fp8.mode={fp8.mode}: a bf16 trainer has other roundings", "use +fp8=unified")
+    if fp8.backend not in ("auto", "reference"):
+        raise ConfigError(asked, f"fp8.backend={fp8.backend}", "set fp8.backend=reference")
+    if tp != 1:
+        path = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+        _refuse(asked, config, path, ": partial sums would be rounded between ranks", f"set {path}=1")
+    for path in ("actor_rollout_ref.model.use_liger", "actor_rollout_ref.model.use_fused_kernels"):
+        if get(config, path, False):
+            _refuse(asked, config, path, ", which replaces operations the exact mode defines", f"set {path}=false")
+
+
 def _check_correction(config: DictConfig, correction: CorrectionSettings) -> None:
     asked = f"+is_correction={correction.method}"
-    rollout_is = get(config, "algorithm.rollout_correction.rollout_is")
-    if rollout_is is not None:
+    verls = correction.method not in ("ais", "none")
+    if verls:
+        _check_rollout_correction(config, correction, asked)
+    elif get(config, "algorithm.rollout_correction.rollout_is") is not None:
         _refuse(asked, config, "algorithm.rollout_correction.rollout_is", ", a second correction of the same ratio",
                 "set algorithm.rollout_correction.rollout_is=null, or remove is_correction")
-    if correction.method == "none":
+    if correction.method == "none" and correction.dump is None:
         return
-    AISConfig(**correction.parameters)
     if get(config, "algorithm.rollout_correction.bypass_mode", False):
         _refuse(asked, config, "algorithm.rollout_correction.bypass_mode",
                 ": the trainer's log-probs are the rollout's, every ratio would be 1", "set it to false")
+    if get(config, "actor_rollout_ref.actor.policy_loss.loss_mode") == "bypass_mode":
+        _refuse(asked, config, "actor_rollout_ref.actor.policy_loss.loss_mode", ", which corrects by itself", "set it to vanilla")
     if get(config, "actor_rollout_ref.actor.use_rollout_log_probs", False):
         _refuse(asked, config, "actor_rollout_ref.actor.use_rollout_log_probs", ": every ratio would be 1", "set it to false")
     if not get(config, "actor_rollout_ref.rollout.calculate_log_probs", False):
         _refuse(asked, config, "actor_rollout_ref.rollout.calculate_log_probs", "",
                 "set actor_rollout_ref.rollout.calculate_log_probs=true")
+    if correction.method != "none":
+        _check_support(config, correction, asked)
+    if correction.method == "ais":
+        _check_ais(config, correction, asked)
+    if correction.dump is not None:
+        _check_dump(config, correction)
+
+
+def _check_rollout_correction(config: DictConfig, correction: CorrectionSettings, asked: str) -> None:
+    """verl's own settings must be what the method means, whoever set them."""
+    for key, meant in rollout_correction(correction).items():
+        path = f"algorithm.rollout_correction.{key}"
+        found = get(config, path)
+        if not same_setting(found, meant):
+            _refuse(asked, config, path, f", where {correction.method} means {meant}",
+                    f"remove the override of {path}; is_correction.* sets the method's values")
+
+
+def _check_ais(config: DictConfig, correction: CorrectionSettings, asked: str) -> None:
+    ais_config(correction)
     estimator = get(config, "algorithm.adv_estimator")
     if str(estimator) not in GRPO_FAMILY:
         _refuse(asked, config, "algorithm.adv_estimator", f"; AIS is tested with {', '.join(GRPO_FAMILY)}", "set algorithm.adv_estimator=grpo")
-    _check_support(config, correction, asked)
+    if get(config, "distillation.enabled", False) and not get(config, "distillation.distillation_loss.use_task_rewards", True):
+        path = "distillation.distillation_loss.use_task_rewards"
+        _refuse(asked, config, path, ": the loss reads no advantages", f"set {path}=true, or remove is_correction")
+    node = OmegaConf.to_container(config.algorithm.get("rollout_correction") or OmegaConf.create(), resolve=True)
+    if node.get("rollout_rs") is not None:
+        try:
+            try_rollout_correction(node)
+        except (TypeError, ValueError) as error:
+            found = f"rollout_rs={node['rollout_rs']}, rollout_rs_threshold={node.get('rollout_rs_threshold')} ({error})"
+            fix = "correct algorithm.rollout_correction.rollout_rs or rollout_rs_threshold"
+            raise ConfigError(f"{asked} with rejection sampling", found, fix) from error
+    if correction.scope == "mini_batch":
+        asked, actor = "is_correction.scope=mini_batch", "actor_rollout_ref.actor"
+        fix = "set is_correction.scope=batch"
+        if get(config, f"{actor}.shuffle", False) and number(config, f"{actor}.ppo_epochs", 1) > 1:
+            _refuse(asked, config, f"{actor}.shuffle", ": each of several ppo_epochs forms other mini-batches of the same rows",
+                    f"set {actor}.shuffle=false or ppo_epochs=1, or {fix}")
+        if number(config, "trainer.critic_warmup", 0) > 0:
+            _refuse(asked, config, "trainer.critic_warmup", ": batches that the actor never cuts",
+                    f"set trainer.critic_warmup=0, or {fix}")
+
+
+def _check_dump(config: DictConfig, correction: CorrectionSettings) -> None:
+    from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
+
+    mode = get(config, "trainer.resume_mode", "auto")
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints what it finds
+        latest = find_latest_ckpt_path(get(config, "trainer.default_local_dir")) if mode == "auto" else None
+    resumed = mode == "resume_path" or latest is not None
+    check_folder(Path(correction.dump.folder), run_of(config), resumed=resumed)
 
 
 def _check_support(config: DictConfig, correction: CorrectionSettings, asked: str) -> None:
@@ -189,15 +323,18 @@ def _check_support(config: DictConfig, correction: CorrectionSettings, asked: st
     if mode != "processed_logprobs":
         _refuse(asked, config, f"{base}.logprobs_mode", "; the trainer's are at the sampling temperature",
                 f"set {base}.logprobs_mode=processed_logprobs")
+    if not get(config, f"{base}.do_sample", True) or number(config, f"{base}.temperature", 1.0) <= 0:
+        greedy = f"{base}.do_sample" if not get(config, f"{base}.do_sample", True) else f"{base}.temperature"
+        _refuse(asked, config, greedy, ": greedy answers are no samples of the policy", f"set {base}.do_sample=true and temperature=1")
     if get(config, f"{base}.repetition_penalty", 1.0) != 1.0:
         _refuse(asked, config, f"{base}.repetition_penalty", ": the trainer applies none", f"set {base}.repetition_penalty=1.0")
     if correction.allow_truncated_support:
         return
     fix = "switch it off, or set is_correction.allow_truncated_support=true"
-    if get(config, f"{base}.top_p", 1.0) < 1.0:
+    if number(config, f"{base}.top_p", 1.0) < 1.0:
         _refuse(asked, config, f"{base}.top_p", ": the rollout samples from a smaller support than the trainer's", f"set {base}.top_p=1, or {fix}")
     if get(config, f"{base}.top_k", -1) not in (-1, 0):
         _refuse(asked, config, f"{base}.top_k", ": the rollout samples from a smaller support than the trainer's", f"set {base}.top_k=-1, or {fix}")
-    for path in (f"{base}.min_p", f"{base}.engine_kwargs.vllm.override_generation_config.min_p"):
-        if get(config, path, 0.0) > 0:
-            _refuse(asked, config, path, ": the rollout samples from a smaller support than the trainer's", f"remove it, or {fix}")
+    path = f"{base}.engine_kwargs.vllm.override_generation_config.min_p"
+    if number(config, path, 0.0) > 0:
+        _refuse(asked, config, path, ": the rollout samples from a smaller support than the trainer's", f"remove it, or {fix}")

@@ -1,11 +1,13 @@
 """What the ``fp8`` group sets in vLLM's arguments, computed from the same Recipe and LayerFilter as the trainer's swap."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from verl_fp8.errors import ConfigError
+from verl_fp8.hardware import Hardware, probe, resolve_rollout_kernel
 from verl_fp8.layout import load_config, split_layers
 from verl_fp8.settings import Fp8Settings
 
@@ -53,12 +55,66 @@ def fp8_arguments(fp8: Any, model: Any, kwargs: dict[str, Any]) -> dict[str, Any
             )
     kwargs["worker_extension_cls"] = EXTENSION
     kwargs["hf_overrides"] = {**overrides, "quantization_config": quantization}
+    if settings.lm_head == "fp32":
+        kwargs["hf_overrides"]["head_dtype"] = "float32"
     kwargs["additional_config"] = {**(kwargs.get("additional_config") or {}), NODE: fp8}
+    if probe().capability is not None:
+        pin_gpu_kernels(settings, probe(), kwargs)
     return kwargs
 
 
-def settings_of(vllm_config: Any, *, capability: tuple[int, int] | None = None) -> Fp8Settings | None:
+def pin_gpu_kernels(settings: Fp8Settings, hardware: Hardware, kwargs: dict[str, Any]) -> None:
+    """Leave vLLM no choice of FP8 kernels on a GPU: each has numerics of its own. Changes ``kwargs`` in place.
+
+    The fusion passes would quantise inside other kernels, without the recipe's scale format and without the bf16
+    rounding before it (vllm/compilation/passes/fusion); FlashInfer's dynamic kernel has other numerics below 32 tokens.
+
+    Raises:
+        ConfigError: the user's own arguments choose otherwise.
+    """
+    where = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+    kernel = resolve_rollout_kernel(settings.rollout_kernel, settings.recipe, hardware)
+    for key, wanted in (("linear_backend", kernel), ("moe_backend", "deep_gemm" if kernel == "deep_gemm" else "triton")):
+        if kwargs.get(key, "auto") not in ("auto", wanted):
+            raise ConfigError(
+                f"fp8.rollout_kernel={settings.rollout_kernel}, which is {key}={wanted} here",
+                f"{where}.{key}={kwargs[key]}",
+                f"remove {where}.{key}; fp8.rollout_kernel sets it",
+            )
+        kwargs[key] = wanted
+    compilation = kwargs.get("compilation_config") or {}
+    if isinstance(compilation, str):
+        compilation = json.loads(compilation)
+    passes = dict(compilation.get("pass_config") or {})
+    for fusion in ("fuse_norm_quant", "fuse_act_quant"):
+        if passes.get(fusion):
+            raise ConfigError(
+                "+fp8, whose quantiser must see what the trainer's sees",
+                f"{where}.compilation_config.pass_config.{fusion}={passes[fusion]}",
+                f"remove {fusion}",
+            )
+        passes[fusion] = False
+    kwargs["compilation_config"] = {**compilation, "pass_config": passes}
+
+
+def environment(settings: Fp8Settings, hardware: Hardware) -> dict[str, str]:
+    """The variables vLLM's processes need beside their arguments (vllm/envs.py); empty without a GPU."""
+    if hardware.capability is None:
+        return {}
+    kernel = resolve_rollout_kernel(settings.rollout_kernel, settings.recipe, hardware)
+    deep_gemm = kernel == "deep_gemm"
+    variables = {
+        "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
+        # Off, it also keeps the MoE oracle from DeepGEMM.
+        "VLLM_USE_DEEP_GEMM": "1" if deep_gemm else "0",
+    }
+    if deep_gemm:
+        variables["VLLM_USE_DEEP_GEMM_E8M0"] = "1" if settings.recipe.scale_format == "pow2" else "0"
+    return variables
+
+
+def settings_of(vllm_config: Any) -> Fp8Settings | None:
     """The ``fp8`` node a vLLM process was started with, parsed; None for a vLLM that is not ours."""
     additional = getattr(vllm_config, "additional_config", None)
     node = additional.get(NODE) if isinstance(additional, Mapping) else None
-    return None if node is None else Fp8Settings.parse(node, capability=capability)
+    return None if node is None else Fp8Settings.parse(node)

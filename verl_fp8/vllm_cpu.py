@@ -7,6 +7,8 @@ The kernel goes into vLLM's own kernel table (vllm/model_executor/kernels/linear
 import torch
 import wrapt
 
+from verl_fp8 import exact
+from verl_fp8.contract import require
 from verl_fp8.numerics import QuantizedTensor, gemm, quantize
 from verl_fp8.rollout import DEQUANTIZED
 from verl_fp8.vllm_arguments import settings_of
@@ -14,6 +16,7 @@ from verl_fp8.vllm_arguments import settings_of
 
 def install() -> None:
     """Idempotent: vLLM loads general plugins once a process but may call the function again."""
+    require("vllm_cpu")
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.layers import utils
     from vllm.platforms import PlatformEnum
@@ -31,9 +34,24 @@ def _live_weight(wrapped, instance, args, kwargs):
     # the old values. F.linear on the live parameter is as fast at rollout sizes and always current.
     layer = args[0] if args else kwargs["layer"]
     if layer.weight.ndim == 2:
-        layer.cpu_linear = torch.nn.functional.linear
+        layer.cpu_linear = _exact_dense(layer) if _exact_run() else torch.nn.functional.linear
         return None
     return wrapped(*args, **kwargs)
+
+
+def _exact_run() -> bool:
+    from vllm.config import get_current_vllm_config_or_none
+
+    settings = settings_of(get_current_vllm_config_or_none())
+    return settings is not None and settings.exact
+
+
+def _exact_dense(layer: torch.nn.Module):
+    """The exact mode's product for one unquantised layer: logits in float32, anything else in the input's dtype."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    head = isinstance(layer, VocabParallelEmbedding)
+    return lambda x, weight, bias: exact.dense(x, weight, bias, torch.float32 if head else x.dtype)
 
 
 def reference_kernel() -> type:
@@ -57,7 +75,9 @@ def reference_kernel() -> type:
 
         def __init__(self, config):
             super().__init__(config)
-            self.recipe = settings_of(get_current_vllm_config()).recipe
+            settings = settings_of(get_current_vllm_config())
+            self.recipe = settings.recipe
+            self.accumulate = exact.WIDE if settings.exact else torch.float32
 
         def process_weights_after_loading(self, layer):
             """Nothing: the parameters stay as loaded, so that every sync lands in them."""
@@ -67,7 +87,7 @@ def reference_kernel() -> type:
             if weight is None:
                 # Once a sync: dequantising on every call costs three times the GEMM. The extension drops it.
                 codes = QuantizedTensor(layer.weight.data, layer.weight_scale_inv.data, self.recipe.weight_block)
-                weight = layer.__dict__[DEQUANTIZED] = codes.dequantize()
+                weight = layer.__dict__[DEQUANTIZED] = codes.dequantize(self.accumulate)
             flat = x.reshape(-1, x.shape[-1])
             quantized = quantize(
                 flat,
@@ -76,7 +96,7 @@ def reference_kernel() -> type:
                 eps=self.recipe.eps,
                 check_finite=False,
             )
-            y = gemm(quantized, weight, x.dtype)
+            y = gemm(quantized, weight, x.dtype, accumulate=self.accumulate)
             if bias is not None:
                 y = y + bias
             return y.reshape(*x.shape[:-1], y.shape[-1])

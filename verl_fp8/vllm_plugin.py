@@ -4,8 +4,15 @@ import os
 
 
 def register() -> None:
-    """Make the CPU rollout possible where ``VERL_PLATFORM=cpu``; on GPU nothing is touched without the ``fp8`` switch."""
+    """Make the CPU rollout possible where ``VERL_PLATFORM=cpu``; on CUDA register what acts with the ``fp8`` switch only."""
     if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
         from verl_fp8 import vllm_cpu
 
         vllm_cpu.install()
+        return
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cuda():
+        from verl_fp8 import vllm_gpu
+
+        vllm_gpu.install()

@@ -1,0 +1,404 @@
+"""The fail-closed matrix: real command lines, composed by Hydra, judged by verl's driver; wrong ones die there and name the key."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import transformers
+from hydra.errors import HydraException
+
+from tests.contract.driver import SWITCHES, compose, refusal, start
+
+R, A, REF, M = (f"actor_rollout_ref.{node}" for node in ("rollout", "actor", "ref", "model"))
+V = f"{R}.engine_kwargs.vllm"
+RC = "algorithm.rollout_correction"
+
+# (overrides beside both switches, what the message must name)
+BAD_VALUES = [
+    ("fp8.mode=foo", "fp8.mode"),
+    ("fp8.mode=null", "fp8.mode"),
+    ("fp8.mode=true", "fp8.mode"),
+    ("fp8.backend=te2", "fp8.backend"),
+    ("fp8.backend=1", "fp8.backend"),
+    ("fp8.weight_sync=fp16", "fp8.weight_sync"),
+    ("fp8.weight_sync=null", "fp8.weight_sync"),
+    ("fp8.sync_timeout=-1", "fp8.sync_timeout"),
+    ("fp8.sync_timeout=0", "fp8.sync_timeout"),
+    ("fp8.sync_timeout=inf", "fp8.sync_timeout"),
+    ("fp8.sync_timeout=abc", "fp8.sync_timeout"),
+    ("fp8.sync_timeout=true", "fp8.sync_timeout"),
+    ("fp8.sync_timeout=null", "fp8.sync_timeout"),
+    ("fp8.exact=1", "fp8.exact"),
+    ("fp8.exact=maybe", "fp8.exact"),
+    ("fp8.lm_head=fp16", "fp8.lm_head"),
+    ("fp8.rollout_kernel=triton", "fp8.rollout_kernel"),
+    ("fp8.recipe=null", "fp8.recipe"),
+    ("fp8.recipe=fast", "fp8.recipe"),
+    ("+fp8.bogus=1", "fp8.bogus"),
+    ("+fp8.weight_block=[64,64]", "fp8.weight_block"),
+    ("+fp8.recipe.bogus=1", "fp8.recipe.bogus"),
+    ("+fp8.recipe.activation_block=[1,64]", "fp8.recipe.activation_block"),
+    ("+fp8.recipe.fmt=e5m2", "fp8.recipe.fmt"),
+    ("fp8.recipe.weight_block=[64]", "fp8.recipe.weight_block"),
+    ("fp8.recipe.weight_block=[0,128]", "fp8.recipe.weight_block"),
+    ("fp8.recipe.weight_block=[128.0,128]", "fp8.recipe.weight_block"),
+    ("fp8.recipe.weight_block=[true,128]", "fp8.recipe.weight_block"),
+    ("fp8.recipe.weight_block=128", "fp8.recipe.weight_block"),
+    ("fp8.recipe.weight_block=large", "fp8.recipe.weight_block"),
+    ("fp8.recipe.weight_block=null", "fp8.recipe.weight_block"),
+    ("fp8.recipe.weight_block={rows:128}", "fp8.recipe.weight_block"),
+    ("fp8.recipe.weight_block=[96,96]", "fp8.recipe.weight_block"),
+    ("fp8.recipe.scale_format=e8m0", "fp8.recipe.scale_format"),
+    ("fp8.recipe.scale_format=null", "fp8.recipe.scale_format"),
+    ("fp8.recipe.eps=-1", "fp8.recipe.eps"),
+    ("fp8.recipe.eps=true", "fp8.recipe.eps"),
+    ("fp8.recipe.eps=nan", "fp8.recipe.eps"),
+    ("fp8.recipe.eps=small", "fp8.recipe.eps"),
+    ("fp8.recipe.backward=bf16", "fp8.recipe.backward"),
+    ("fp8.recipe.exclude=lm_head", "fp8.recipe.exclude"),
+    ("fp8.recipe.exclude=[1]", "fp8.recipe.exclude"),
+    ("fp8.recipe.exclude=[no.such.layer]", "no.such.layer"),
+    ("fp8.recipe.exclude=['*.q_proj']", "fp8.recipe.exclude"),
+    ("fp8.recipe.exclude=['*']", "fp8.recipe.exclude"),
+    ("is_correction.method=null", "is_correction.method"),
+    ("is_correction.method=foo", "is_correction.method"),
+    ("is_correction.method=tis", "is_correction.delta"),
+    ("+is_correction.bogus=1", "is_correction.bogus"),
+    ("is_correction.clip=-1", "is_correction.clip"),
+    ("is_correction.clip=true", "is_correction.clip"),
+    ("is_correction.clip=abc", "is_correction.clip"),
+    ("is_correction.delta=0", "is_correction.delta"),
+    ("is_correction.delta=true", "is_correction.delta"),
+    ("is_correction.gamma=null", "is_correction.gamma"),
+    ("is_correction.beta_var=-1", "is_correction.beta_var"),
+    ("is_correction.eps=nan", "is_correction.eps"),
+    ("is_correction.level=word", "is_correction.level"),
+    ("is_correction.scope=epoch", "is_correction.scope"),
+    ("is_correction.mode=off", "is_correction.mode"),
+    ("is_correction.ema=1.5", "is_correction.ema"),
+    ("is_correction.ema=true", "is_correction.ema"),
+    ("is_correction.delta=often", "is_correction.delta"),
+    ("is_correction.delta_factor=-1", "is_correction.delta_factor"),
+    ("is_correction.delta_steps=0.5", "is_correction.delta_steps"),
+    ("is_correction.dump=1", "is_correction.dump"),
+    ("is_correction.max_nonfinite_fraction=2", "is_correction.max_nonfinite_fraction"),
+    ("is_correction.allow_truncated_support=1", "is_correction.allow_truncated_support"),
+    ("is_correction.allow_truncated_support=maybe", "is_correction.allow_truncated_support"),
+]
+
+# Something that verl itself would accept, but that undoes a switch or contradicts it.
+CONTRADICTIONS = [
+    # The wiring taken out, or split into two truths.
+    (f"~{R}.fp8", f"{R}.fp8"),
+    (f"{R}.fp8=null", f"{R}.fp8"),
+    (f"++{R}.fp8.mode=rollout", f"{R}.fp8"),
+    (f"~{A}.fsdp_config.fp8", f"{A}.fsdp_config.fp8"),
+    (f"~{REF}.fsdp_config.fp8", f"{REF}.fsdp_config.fp8"),
+    (f"++{A}.fsdp_config.fp8.recipe.scale_format=pow2", f"{A}.fsdp_config.fp8"),
+    (f"~{R}.fp8_model", f"{R}.fp8_model"),
+    (f"{R}.fp8_model.path=/elsewhere", f"{R}.fp8_model.path"),
+    ("~fp8.mode", "fp8.mode"),
+    ("~is_correction.method", "is_correction.method"),
+    (f"{A}._target_=verl.workers.config.FSDPActorConfig", f"{A}._target_"),
+    (f"{A}.fsdp_config._target_=verl.workers.config.FSDPEngineConfig", f"{A}.fsdp_config._target_"),
+    (f"{M}._target_=verl.workers.config.HFModelConfig", f"{M}._target_"),
+    (f"{R}._target_=verl.workers.config.RolloutConfig", f"{R}._target_"),
+    (f"{REF}._target_=verl.workers.config.FSDPActorConfig", f"{REF}._target_"),
+    (f"{REF}.fsdp_config._target_=verl.workers.config.FSDPEngineConfig", f"{REF}.fsdp_config._target_"),
+    # Keys nobody reads.
+    ("+actor_rollout_ref.fp8=unified", "actor_rollout_ref.fp8"),
+    (f"+{A}.fp8.mode=rollout", f"{A}.fp8"),
+    (f"+{M}.fp8.recipe.eps=1", f"{M}.fp8"),
+    (f"+{R}.weight_sync=bf16", f"{R}.weight_sync"),
+    (f"+{M}.external_libs=mine", "external_lib"),
+    # The rollout made another one.
+    (f"{R}.quantization=null", f"{R}.quantization"),
+    (f"{R}.quantization=torchao", f"{R}.quantization"),
+    (f"{R}.quantization_config_file=/x.json", f"{R}.quantization_config_file"),
+    (f"{R}.dtype=float16", f"{R}.dtype"),
+    (f"{R}.name=sglang", f"{R}.name"),
+    (f"{R}.calculate_log_probs=false", f"{R}.calculate_log_probs"),
+    (f"{R}.checkpoint_engine.backend=delta_sharded", f"{R}.checkpoint_engine.backend"),
+    (f"++{R}.qat.enable=true", f"{R}.qat.enable"),
+    (f"{R}.disaggregation.enabled=true", f"{R}.disaggregation.enabled"),
+    (f"{R}.engine_kwargs.vllm=null", f"{V}.worker_extension_cls"),
+    (f"~{R}.engine_kwargs", f"{V}.worker_extension_cls"),
+    (f"{V}.worker_extension_cls=mine.Extension", f"{V}.worker_extension_cls"),
+    (f"~{V}.worker_extension_cls", f"{V}.worker_extension_cls"),
+    (f"+{V}.worker-extension-cls=mine.Extension", f"{V}.worker-extension-cls"),
+    (f"+{V}.hf_overrides.quantization_config.quant_method=fp8", "hf_overrides.quantization_config"),
+    (f"+{V}.hf_overrides='{{\"quantization_config\": null}}'", f"{V}.hf_overrides"),
+    (f"+{V}.kv_cache_dtype=fp8", f"{V}.kv_cache_dtype"),
+    (f"+{V}.kv-cache-dtype=fp8", f"{V}.kv-cache-dtype"),
+    (f"+{V}.kv_cache_dt=fp8", f"{V}.kv_cache_dt"),
+    (f"+{V}.quantization=null", f"{V}.quantization"),
+    (f"+{V}.dtype=float16", f"{V}.dtype"),
+    (f"+{V}.tensor_parallel_size=2", f"{V}.tensor_parallel_size"),
+    (f"+{V}.enable_lora=true", f"{V}.enable_lora"),
+    (f"+{V}.additional_config=text", f"{V}.additional_config"),
+    (f"+{V}.additional_config.verl_fp8.mode=rollout", f"{V}.additional_config.verl_fp8"),
+    (f"{R}.tensor_model_parallel_size=4", f"{R}.tensor_model_parallel_size"),
+    (f"{R}.tensor_model_parallel_size=0", f"{R}.tensor_model_parallel_size"),
+    (f"{R}.tensor_model_parallel_size=two", f"{R}.tensor_model_parallel_size"),
+    # The trainer made another one.
+    (f"{A}.strategy=fsdp", f"{A}.strategy"),
+    (f"{A}.strategy=megatron", f"{A}.strategy"),
+    (f"{REF}.strategy=fsdp", f"{REF}.strategy"),
+    ("model_engine=megatron", "model_engine"),
+    ("model_engine=veomni", "model_engine"),
+    ("trainer.use_v1=false", "trainer.use_v1"),
+    (f"{M}.lora_rank=8", f"{M}.lora_rank"),
+    (f"{M}.lora.rank=8", f"{M}.lora.rank"),
+    (f"{M}.lora_adapter_path=/adapter", f"{M}.lora_adapter_path"),
+    (f"{M}.mtp.enable=true", f"{M}.mtp.enable"),
+    (f"{A}.qat.enable=true", f"{A}.qat.enable"),
+    (f"{A}.fsdp_config.qat.enable=true", "qat.enable"),
+    (f"{REF}.fsdp_config.qat.enable=true", f"{REF}.fsdp_config.qat.enable"),
+    (f"+{A}.fsdp_config.mixed_precision.param_dtype=fp16", f"{A}.fsdp_config.mixed_precision.param_dtype"),
+    (f"{A}.fsdp_config.dtype=float16", f"{A}.fsdp_config.dtype"),
+    (f"{REF}.fsdp_config.dtype=float16", f"{REF}.fsdp_config.dtype"),
+    (f"{M}.path=/no/such/model", f"{M}.path"),
+    (f"{M}.path=null", f"{M}.path"),
+    (f"{M}.hf_config_path=/no/such/model", f"{M}.hf_config_path"),
+    # The correction made void, or doubled.
+    (f"{RC}.bypass_mode=true", f"{RC}.bypass_mode"),
+    (f"{RC}.rollout_is=token", f"{RC}.rollout_is"),
+    (f"{RC}.rollout_rs=bogus", f"{RC}.rollout_rs"),
+    (f"++{A}.use_rollout_log_probs=true", f"{A}.use_rollout_log_probs"),
+    (f"{A}.policy_loss.loss_mode=bypass_mode", f"{A}.policy_loss.loss_mode"),
+    ("algorithm.adv_estimator=gae", "algorithm.adv_estimator"),
+    ("algorithm.adv_estimator=rloo", "algorithm.adv_estimator"),
+    (f"{R}.top_p=0.9", f"{R}.top_p"),
+    (f"{R}.top_p=high", f"{R}.top_p"),
+    (f"{R}.top_k=50", f"{R}.top_k"),
+    (f"+{R}.min_p=0.1", f"{R}.min_p"),
+    (f"+{V}.override_generation_config.min_p=0.1", f"{V}.override_generation_config.min_p"),
+    (f"++{R}.repetition_penalty=1.1", f"{R}.repetition_penalty"),
+    (f"{R}.logprobs_mode=raw_logprobs", f"{R}.logprobs_mode"),
+    (f"+{V}.logprobs_mode=raw_logprobs", f"{V}.logprobs_mode"),
+    (f"{R}.do_sample=false", f"{R}.do_sample"),
+    (f"{R}.temperature=0", f"{R}.temperature"),
+    ("distillation.enabled=true distillation.distillation_loss.use_task_rewards=false", "distillation_loss.use_task_rewards"),
+]
+
+# Whole lines, without the switches.
+BAD_LINES = [
+    ("fp8=unified", "+fp8"),
+    ("is_correction=ais", "+is_correction"),
+    ("+fp8=foo", "fp8/foo"),
+    ("+is_correction=foo", "is_correction/foo"),
+    ("+fp8=wiring", "fp8.mode"),
+    ("+is_correction=wiring", "is_correction.method"),
+    ("+fp8=unified +fp8=rollout", "fp8"),
+    ("+fp8@elsewhere=unified", "fp8"),
+    ("+fp8.mode=unified", f"{A}._target_"),
+    ("+fp8={mode:unified}", f"{A}._target_"),
+    ("+is_correction.method=ais", f"{A}._target_"),
+    ("+actor_rollout_ref.fp8=unified", "+fp8"),
+    ("+actor_rollout_ref.is_correction=ais", "+is_correction"),
+    ("+is_corection=ais", "+is_correction"),
+    ("+fp_8=unified", "+fp8"),
+    (f"+fp8=unified {A}._target_=verl.workers.config.FSDPActorConfig", f"{A}._target_"),
+    (f"+is_correction=ais {A}._target_=verl.workers.config.FSDPActorConfig", f"{A}._target_"),
+    (f"+is_correction=ais {M}._target_=verl.workers.config.HFModelConfig", f"{M}._target_"),
+    ("+is_correction=ais model_engine=veomni", "veomni"),
+    (f"+is_correction=tis {RC}.rollout_is=null", f"{RC}.rollout_is"),
+    (f"+is_correction=tis {RC}=null", f"{RC}.rollout_is"),
+    (f"+is_correction=icepop {RC}.rollout_is_threshold=9", f"{RC}.rollout_is_threshold"),
+    (f"+is_correction=mis {RC}.bypass_mode=true", f"{RC}.bypass_mode"),
+    ("+is_correction=geo_rs is_correction.low=2", "is_correction.low"),
+    ("+is_correction=k3_rs is_correction.max_k3=true", "is_correction.max_k3"),
+    ("+is_correction=tis is_correction.delta=0.1", "is_correction.delta"),
+    (f"+is_correction=none {RC}.rollout_is=token", f"{RC}.rollout_is"),
+]
+
+GOOD = [
+    "",
+    "+fp8=unified",
+    "+fp8=rollout",
+    "+is_correction=ais",
+    f"+is_correction=ais {A}.strategy=fsdp",
+    "+is_correction=none",
+    "+fp8=unified +is_correction=none",
+    "+fp8=unified +is_correction=ais",
+    "+is_correction=ais +fp8=unified",
+    "+fp8=rollout +is_correction=tis",
+    f"+fp8=unified +is_correction=ais {A}.strategy=fsdp2",
+    f"+fp8=unified +is_correction=ais {M}.external_lib=mine",
+    f"+fp8=unified +is_correction=ais {RC}.rollout_rs=token_k1 {RC}.rollout_rs_threshold=0.5_2.0",
+    f"+fp8=unified +is_correction=ais {RC}=null",
+    f"+fp8=unified +is_correction=ais {R}.top_p=0.9 is_correction.allow_truncated_support=true",
+    f"+fp8=unified +is_correction=ais {R}.tensor_model_parallel_size=2",
+    f"+fp8=unified +is_correction=ais +{V}.hf_overrides.rope_theta=1e6 +{V}.max_logprobs=5",
+    "+fp8=unified fp8.recipe.weight_block=[64,64] fp8.recipe.scale_format=pow2 fp8.recipe.exclude=['*.1.*']",
+    "+fp8=unified fp8.weight_sync=bf16 fp8.sync_timeout=1.5 fp8.backend=reference fp8.recipe.backward=dequantized",
+    "+fp8=unified algorithm.adv_estimator=gae critic.enable=false",
+]
+
+# An existing FSDP2 job, on verl's own ppo_trainer.
+JOB = [
+    "algorithm.adv_estimator=grpo",
+    "trainer.n_gpus_per_node=8",
+    f"{R}.name=vllm",
+    f"{R}.n=8",
+    f"{R}.log_prob_micro_batch_size_per_gpu=16",
+    f"{A}.strategy=fsdp2",
+    f"{A}.ppo_micro_batch_size_per_gpu=16",
+    f"{REF}.log_prob_micro_batch_size_per_gpu=16",
+]
+
+
+def said(model: str, overrides, **kwargs) -> str | None:
+    """The driver's refusal of one command line, Hydra's included."""
+    try:
+        config = compose(f"{M}.path={model}", *overrides, **kwargs)
+    except HydraException as error:
+        return f"{error} | {error.__cause__}"
+    return refusal(start, config)
+
+
+def lines(table):
+    """pytest parameters of (line, key) pairs; the line is its own id."""
+    return [pytest.param(line.split(" "), key, id=line) for line, key in table]
+
+
+@pytest.mark.parametrize(("overrides", "key"), lines(BAD_VALUES + CONTRADICTIONS))
+def test_a_wrong_or_contradicting_override_is_refused_by_name(tiny_model, overrides, key):
+    """Both switches are on and one override is wrong: the run does not start, and the sentence names the key."""
+    # A later override of a key wins, as on any command line.
+    message = said(tiny_model, [*SWITCHES, *overrides])
+    assert message is not None and key in message
+
+
+@pytest.mark.parametrize(("overrides", "key"), lines(BAD_LINES))
+def test_a_wrong_line_is_refused_by_name(tiny_model, overrides, key):
+    """A switch misspelt, misplaced, half-selected or undone: the run does not start."""
+    message = said(tiny_model, overrides)
+    assert message is not None and key in message
+
+
+@pytest.mark.parametrize("line", GOOD, ids=lambda line: line or "no switch")
+def test_a_good_line_passes(tiny_model, line):
+    """What the documentation offers passes verl's driver."""
+    assert said(tiny_model, line.split()) is None
+
+
+@pytest.mark.parametrize("switches", ["+fp8=unified +is_correction=ais", "+is_correction=ais", "+fp8=unified", "+is_correction=mis"])
+def test_an_existing_job_needs_only_the_switches(tiny_model, switches):
+    """An FSDP2 GRPO job on verl's own ppo_trainer.yaml passes with the switches appended."""
+    assert said(tiny_model, [*JOB, *switches.split(), f"{R}.tensor_model_parallel_size=1"], config_name="ppo_trainer") is None
+
+
+def test_a_correction_runs_on_megatron_too(tiny_model):
+    """AIS lives on the driver, so it takes verl's Megatron actor; FP8 does not."""
+    job = [o for o in JOB if not o.startswith(f"{A}.strategy")]
+    assert said(tiny_model, [*job, "model_engine=megatron", "+is_correction=ais"], config_name="ppo_trainer") is None
+    assert "model_engine=megatron" in said(tiny_model, [*job, "model_engine=megatron", "+fp8=unified"], config_name="ppo_trainer")
+    assert "model_engine=megatron" in said(tiny_model, [*job, "+fp8=unified"], config_name="ppo_megatron_trainer")
+
+
+def test_megatrons_own_fp8_keys_are_left_alone(tiny_model):
+    """``override_transformer_config.fp8`` is Megatron's, whatever it is called: no switch of ours, no refusal."""
+    job = [o for o in JOB if not o.startswith(f"{A}.strategy")]
+    own = [f"+{A}.megatron.override_transformer_config.{k}" for k in ("fp8=e4m3", "fp8_recipe=blockwise")]
+    assert said(tiny_model, [*job, "model_engine=megatron", *own], config_name="ppo_trainer") is None
+
+
+def recipe(tmp_path, defaults: str):
+    """A recipe file with these defaults and the job as its body."""
+    body = "\n".join(
+        [f"defaults: [{defaults}]", "algorithm: {adv_estimator: grpo}", "actor_rollout_ref:",
+         "  actor: {strategy: fsdp2, ppo_micro_batch_size_per_gpu: 16}", "  ref: {log_prob_micro_batch_size_per_gpu: 16}",
+         "  rollout: {name: vllm, n: 8, log_prob_micro_batch_size_per_gpu: 16, tensor_model_parallel_size: 1}", ""]
+    )  # fmt: skip
+    (tmp_path / "mine.yaml").write_text(body)
+    return {"config_dir": tmp_path, "config_name": "mine"}
+
+
+def test_a_recipe_names_the_groups_in_its_defaults(tiny_model, tmp_path):
+    """The documented recipe form passes, and turns a key of the groups in its own body into the run's."""
+    where = recipe(tmp_path, "ppo_trainer, fp8: unified, is_correction: ais, _self_")
+    assert said(tiny_model, [], **where) is None
+    assert "fp8.recipe.eps" in said(tiny_model, ["fp8.recipe.eps=-1"], **where)
+
+
+@pytest.mark.parametrize("group", ["fp8: unified", "is_correction: ais", "fp8: unified, is_correction: ais"])
+def test_a_recipe_with_the_groups_before_ppo_trainer_is_refused(tiny_model, tmp_path, group):
+    """ppo_trainer then puts verl's own classes back, and the run would train without what the recipe says."""
+    message = said(tiny_model, [], **recipe(tmp_path, f"{group}, ppo_trainer, _self_"))
+    assert message is not None and "after ppo_trainer" in message
+
+
+@pytest.mark.slow
+def test_a_recipe_without_the_package_is_refused_by_hydra(tmp_path):
+    """Named in a defaults list a group that is not on the search path is an error, not a string."""
+    recipe(tmp_path, "ppo_trainer, fp8: unified, _self_")
+    run = cli(["--config-dir", str(tmp_path), "--config-name", "mine"], VERL_USE_EXTERNAL_PLUGINS="none", VERL_PLATFORM="")
+    assert run.returncode == 2 and "fp8/unified" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        (transformers.Qwen3MoeConfig(num_hidden_layers=1, num_experts=4), "mlp.experts"),
+        (transformers.Qwen2_5_VLConfig(), "Qwen2_5_VLConfig"),
+        (transformers.GPT2Config(n_layer=1), "GPT2Config"),
+    ],
+    ids=["fused experts", "vision", "no nn.Linear"],
+)
+def test_a_model_that_would_not_be_fp8_is_refused(tmp_path, config, key):
+    """Layers that vLLM would quantise and the trainer not, or none at all."""
+    config.save_pretrained(tmp_path)
+    assert key in said(str(tmp_path), SWITCHES)
+    assert said(str(tmp_path), ["+is_correction=ais"]) is None
+
+
+def test_an_already_quantised_model_is_refused(tiny_model, tmp_path):
+    """Its weights are codes already; training them needs the unquantised checkpoint."""
+    values = json.loads(open(f"{tiny_model}/config.json").read()) | {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert "quantization_config" in said(str(tmp_path), SWITCHES)
+
+
+def cli(arguments, **environment):
+    """``python -m verl_fp8 check`` in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "verl_fp8", "check", *arguments],
+        capture_output=True, text=True, timeout=300, env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+def quickstart(root, model):
+    """The command line of the quickstart up to its switches."""
+    return ["--config-dir", str(root / "recipes"), "--config-name", "quickstart", f"{M}.path={model}"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("overrides", "environment", "code", "text"),
+    [
+        (SWITCHES, {}, 0, "14 of 15 linear layers in FP8"),
+        ([*SWITCHES, f"{R}.quantization=null"], {}, 2, f"{R}.quantization"),
+        (["+fp8=unified"], {"VERL_USE_EXTERNAL_PLUGINS": "none", "VERL_PLATFORM": ""}, 2, "the plain string 'unified'"),
+    ],
+    ids=["good", "contradiction", "the group silently absent"],
+)
+def test_the_check_command_says_the_same(root, tiny_model, overrides, environment, code, text):
+    """``verl-fp8 check`` in its own process: exit code and sentence."""
+    run = cli([*quickstart(root, tiny_model), *overrides], **environment)
+    assert (run.returncode, text in run.stdout + run.stderr) == (code, True), run.stdout + run.stderr
+
+
+@pytest.mark.slow
+def test_main_ppo_itself_stops_before_ray(root, tiny_model):
+    """``python -m verl.trainer.main_ppo`` with a contradiction ends with our sentence and has not started Ray."""
+    run = subprocess.run(
+        [sys.executable, "-m", "verl.trainer.main_ppo", *quickstart(root, tiny_model), *SWITCHES, f"{R}.quantization=null",
+         "hydra.run.dir=.", "hydra.output_subdir=null"],
+        capture_output=True, text=True, timeout=300, cwd=tiny_model,
+    )  # fmt: skip
+    assert run.returncode != 0
+    assert f"found: {R}.quantization=None" in run.stderr
+    assert "ray init kwargs" not in run.stdout

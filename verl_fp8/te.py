@@ -1,0 +1,185 @@
+"""The ``te`` backend: TransformerEngine's linear layer with our recipe. The only module that imports TransformerEngine.
+
+Versions 2.18 to 2.20.2. What is not left to TransformerEngine:
+
+* The recipe object. ``Float8BlockScaling(use_f32_scales=True)`` and QParams given to its constructor are ignored, and its
+  defaults come from environment variables read when the class is defined (common/recipe/__init__.py). So the QParams
+  are set on the instance, and everything is read back, from the recipe and from the quantisers built from it.
+* The autocast, which is entered inside the layer's forward: torch's non-reentrant checkpoint does not restore an outer one
+  when it recomputes.
+* The dtype. It quantises whatever dtype it sees (pytorch/module/linear.py, _linear_forward_impl): activations are cast as
+  autocast would, and a weight of another dtype is refused.
+* The bias, added outside the GEMM in the activation's dtype, as vLLM does.
+* Tokens, padded with zero rows to whole blocks; its GEMMs want multiples of 16 (pytorch/utils.py, assert_dim_for_fp8_exec).
+* ``_extra_state``, which verl's weight sync would take for a parameter; this recipe has no state.
+
+The parameters are the original ``nn.Linear``'s own objects under the same names. Under FSDP2 no forward may run before
+``fully_shard``, since TransformerEngine remembers at its first forward whether a layer is sharded (module/base.py,
+is_fsdp2); nothing here runs one.
+"""
+
+import functools
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from verl_fp8.errors import ConfigError, ContractError, DataError
+from verl_fp8.hardware import GPU_BLOCK
+from verl_fp8.recipe import Recipe
+
+TOKENS = 128
+QPARAMS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
+
+
+@functools.cache
+def _te() -> ModuleType:
+    """``transformer_engine.pytorch``.
+
+    Raises:
+        ConfigError: it is not installed, or does not load.
+    """
+    try:
+        import transformer_engine.pytorch as te
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            "fp8.backend=te",
+            f"TransformerEngine does not load: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            "pip install --no-build-isolation 'transformer-engine[pytorch]==2.20.2' for this torch and CUDA, "
+            "or set fp8.backend=torch (Hopper)",
+        ) from error
+    return te
+
+
+def te_recipe(recipe: Recipe) -> Any:
+    """TransformerEngine's ``Float8BlockScaling`` for a recipe of ours.
+
+    Raises:
+        ConfigError: blocks TransformerEngine has not.
+        ContractError: the object does not say what was asked of it.
+    """
+    _te()
+    from transformer_engine.common.recipe import Float8BlockScaling, Format, MMParams, QParams
+
+    if recipe.weight_block != GPU_BLOCK:
+        raise ConfigError(
+            f"fp8.backend=te with fp8.recipe.weight_block={list(recipe.weight_block)}",
+            "TransformerEngine's blocks are 128x128",
+            "set fp8.recipe.weight_block=[128,128]",
+        )
+    override = None if recipe.backward == "fp8" else recipe.backward
+    # Explicit, since the defaults come from the environment (NVTE_BACKWARD_OVERRIDE, NVTE_FP8_BLOCK_SCALING_FP32_SCALES).
+    built = Float8BlockScaling(fp8_format=Format.E4M3, backward_override=override)
+    params = QParams(power_2_scale=recipe.scale_format == "pow2", amax_epsilon=recipe.eps)
+    for name in QPARAMS:
+        setattr(built, name, params)
+    wanted = {
+        **dict.fromkeys(QPARAMS, params),
+        "fp8_format": Format.E4M3,
+        "backward_override": override,
+        "x_block_scaling_dim": 1,
+        "w_block_scaling_dim": 2,
+        "grad_block_scaling_dim": 1,
+        **dict.fromkeys(("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"), MMParams(use_split_accumulator=True)),
+    }
+    for name, value in wanted.items():
+        if getattr(built, name, None) != value:
+            raise ContractError(f"Float8BlockScaling.{name}={value}", f"{getattr(built, name, None)}", "report the version")
+    return built
+
+
+@functools.cache
+def linear_class() -> type:
+    """``te.Linear`` with the conditions of this module's docstring."""
+
+    class TeFp8Linear(_te().Linear):
+        """A linear layer whose three GEMMs TransformerEngine runs in FP8.
+
+        Attributes:
+            recipe: our :class:`~verl_fp8.recipe.Recipe`.
+            te_recipe: TransformerEngine's, from :func:`te_recipe`.
+        """
+
+        # As nn.Module has them: torch then neither saves nor expects an extra state.
+        get_extra_state = nn.Module.get_extra_state
+        set_extra_state = nn.Module.set_extra_state
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            """[..., K] -> [..., N] in x's dtype, or autocast's where that is on.
+
+            Raises:
+                DataError: the weight has another dtype than the activation.
+                ContractError: at the first call, if TransformerEngine's quantisers are not the recipe's.
+            """
+            kind = x.device.type
+            if torch.is_autocast_enabled(kind):
+                x = x.to(torch.get_autocast_dtype(kind))
+            if self.weight.dtype != x.dtype:
+                raise DataError(
+                    f"an FP8 GEMM of {x.dtype} activations",
+                    f"a {self.weight.dtype} weight, whose codes would not be those of {x.dtype}",
+                    "shard with FSDP2 and actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16",
+                )
+            flat = x.reshape(-1, self.in_features)
+            tokens = flat.shape[0]
+            missing = -tokens % TOKENS
+            if missing:
+                flat = nn.functional.pad(flat, (0, 0, 0, missing))
+            with _te().autocast(enabled=True, recipe=self.te_recipe):
+                y = super().forward(flat)
+            if not self.quantizers_checked:
+                check_quantizers(self)
+            y = y[:tokens].reshape(*x.shape[:-1], self.out_features)
+            bias = self._parameters.get("bias")
+            return y if bias is None else y + bias.to(y.dtype)
+
+        def extra_repr(self) -> str:
+            """As ``nn.Linear``'s, with the recipe."""
+            bias = self._parameters.get("bias") is not None
+            return f"in_features={self.in_features}, out_features={self.out_features}, {bias=}, fp8={self.recipe.digest()}"
+
+    return TeFp8Linear
+
+
+def check_quantizers(layer: nn.Module) -> None:
+    """Compare the quantisers TransformerEngine built at the first forward with the recipe.
+
+    Raises:
+        ContractError: names the operand.
+    """
+    from transformer_engine.pytorch.constants import FP8BwdTensorIdx, FP8FwdTensorIdx
+
+    recipe = layer.recipe
+    forward, backward = layer.quantizers["scaling_fwd"], layer.quantizers["scaling_bwd"]
+    quantizers = {
+        "activation": (forward[FP8FwdTensorIdx.GEMM1_INPUT], 1),
+        "weight": (forward[FP8FwdTensorIdx.GEMM1_WEIGHT], 2),
+        "gradient": (backward[FP8BwdTensorIdx.GRAD_OUTPUT1], 1),
+    }
+    for operand, (quantizer, dimensions) in quantizers.items():
+        found = (quantizer.block_len, quantizer.block_scaling_dim, quantizer.force_pow_2_scales, quantizer.amax_epsilon)
+        wanted = (recipe.weight_block[1], dimensions, recipe.scale_format == "pow2", recipe.eps)
+        if found != wanted:
+            names = "(block_len, block_scaling_dim, force_pow_2_scales, amax_epsilon)"
+            raise ContractError(f"{operand} quantiser {names}={wanted}", str(found), "report the TransformerEngine version")
+    layer.quantizers_checked = True
+
+
+def to_te(linear: nn.Linear, recipe: Recipe) -> nn.Module:
+    """A TransformerEngine layer in place of a plain ``nn.Linear``: the same Parameter objects, names, mode and device.
+
+    Raises:
+        ConfigError: no TransformerEngine, or a recipe it has not.
+    """
+    built = te_recipe(recipe)
+    # Built on meta: its own parameters are dropped at once.
+    layer = linear_class()(
+        linear.in_features, linear.out_features, bias=False, params_dtype=linear.weight.dtype, device="meta"
+    )
+    layer.recipe, layer.te_recipe, layer.quantizers_checked = recipe, built, False
+    layer.weight = linear.weight
+    del layer.bias  # without a bias te.Linear keeps an empty tensor under that name
+    layer.register_parameter("bias", linear.bias)
+    layer.train(linear.training)
+    return layer
