@@ -36,7 +36,7 @@ def tiny_model(path: Path, *, tied: bool = False, arch: str = "qwen3", seed: int
     Args:
         path: folder to write.
         tied: tie lm_head to the embedding, as Qwen3 up to 4B does.
-        arch: qwen3 | qwen2 | llama.
+        arch: qwen3 | qwen2 | llama | qwen3_moe (8 experts of width 256, 2 a token).
         seed: seed of the weights.
     """
     import torch
@@ -49,10 +49,13 @@ def tiny_model(path: Path, *, tied: bool = False, arch: str = "qwen3", seed: int
         num_attention_heads=2, num_key_value_heads=2, head_dim=128, max_position_embeddings=512,
         tie_word_embeddings=tied, bos_token_id=None, eos_token_id=2, pad_token_id=0,
     )
+    if arch == "qwen3_moe":
+        shape |= dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256, norm_topk_prob=True)
     config_class, model_class = {
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
         "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     }[arch]
     model_class(config_class(**shape)).to(torch.bfloat16).save_pretrained(path)
 
@@ -111,7 +114,7 @@ def write_data(path: Path, task: str, n_train: int = 2048, n_val: int = 32) -> N
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=["smollm2", "tiny"], default="smollm2")
-    parser.add_argument("--arch", choices=["qwen3", "qwen2", "llama"], default="qwen3", help="shape of the tiny model")
+    parser.add_argument("--arch", choices=["qwen3", "qwen2", "llama", "qwen3_moe"], default="qwen3", help="shape of the tiny model")
     parser.add_argument("--tied", action="store_true", help="tie the tiny model's embeddings")
     parser.add_argument("--out", type=Path, required=True, help="folder for model/ and data/")
     args = parser.parse_args()

@@ -15,6 +15,23 @@ def main(argv: list[str] | None = None) -> int:
         add_help=False,
     )
     check.add_argument("overrides", nargs=argparse.REMAINDER)
+    explain = commands.add_parser("explain", help="the raw verl, vLLM and TransformerEngine settings that the switches expand to", add_help=False)
+    explain.add_argument("overrides", nargs=argparse.REMAINDER)
+    certify = commands.add_parser(
+        "certify",
+        help="how far apart trainer and rollout will be, and why: [--json OUT] [--html OUT] <verl overrides>",
+        add_help=False,
+    )
+    certify.add_argument("overrides", nargs=argparse.REMAINDER)
+    attribute = commands.add_parser(
+        "attribute",
+        help="which operation makes two forwards differ, and where: [--json OUT] [--html OUT] <verl overrides>",
+        add_help=False,
+    )
+    attribute.add_argument("overrides", nargs=argparse.REMAINDER)
+    doctor = commands.add_parser("doctor", help="what this machine, or every node of a Ray cluster, lacks for FP8 training")
+    doctor.add_argument("--ray", metavar="ADDRESS", help="look on every node of this cluster too, e.g. auto or 10.0.0.1:6379")
+    doctor.add_argument("--json", action="store_true", help="print JSON instead of tables")
     replay = commands.add_parser("replay", help="what each correction would have done to a run's own log-probs")
     replay.add_argument("dump", help="the folder that is_correction.dump named")
     replay.add_argument("--set", action="append", default=[], metavar="METHOD.KEY=VALUE", help="e.g. --set tis.clip=3")
@@ -30,7 +47,23 @@ def main(argv: list[str] | None = None) -> int:
         from verl_fp8.check import check_command
 
         return check_command(argv[1:])
+    if argv[:1] == ["explain"]:
+        from verl_fp8.explain import explain_command
+
+        return explain_command(argv[1:])
+    if argv[:1] == ["certify"]:
+        from verl_fp8.certify import certify_command
+
+        return certify_command(argv[1:])
+    if argv[:1] == ["attribute"]:
+        from verl_fp8.attribution import attribute_command
+
+        return attribute_command(argv[1:])
     args = parser.parse_args(argv)
+    if args.command == "doctor":
+        from verl_fp8.doctor import doctor_command
+
+        return doctor_command(args.ray, as_json=args.json)
     if args.command == "replay":
         from verl_fp8.replay import replay_command
 

@@ -128,7 +128,9 @@ def check_command(overrides: list[str]) -> int:
         fp8, recipe = summary.fp8, summary.fp8.recipe
         total = len(summary.converted) + len(summary.kept)
         print(
-            f"ok: fp8={fp8.mode}, {len(summary.converted)} of {total} linear layers in FP8 {recipe.fmt}, weights "
+            f"ok: fp8=bf16, none of {total} linear layers in FP8, lm_head {fp8.lm_head}"
+            if fp8.layer_filter is None
+            else f"ok: fp8={fp8.mode}, {len(summary.converted)} of {total} linear layers in FP8 {recipe.fmt}, weights "
             f"{recipe.weight_block[0]}x{recipe.weight_block[1]}, activations 1x{recipe.activation_block[1]}, scales "
             f"{fp8.scale_format}{'' if fp8.scale_format != 'auto' else f' (here {recipe.scale_format})'}, backward "
             f"{recipe.backward}, sync {fp8.weight_sync}, backend {fp8.backend}"

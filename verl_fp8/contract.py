@@ -1,8 +1,8 @@
 """What this package relies on in verl, vLLM and TransferQueue: the versions, and one table of every symbol.
 
-``require(user)`` compares a module's part of the table with what is installed, at run time, where exceptions are not swallowed;
-``tests/contract`` compares the whole of it, on every version claimed. Signatures say nothing about behaviour: each hook has a
-behavioural test there too. Imports neither torch nor verl until asked.
+``require(user)`` compares a module's part of the table with what is installed, at run time, where exceptions are not
+swallowed; ``tests/contract`` compares the whole of it, also with the oldest versions claimed. Signatures say nothing
+about behaviour: each hook has a behavioural test there too. Imports neither torch nor verl until asked.
 """
 
 import ast
@@ -22,7 +22,6 @@ from verl_fp8.errors import ContractError
 VERSIONS = {
     "verl": SpecifierSet(">=0.9,<0.10"),
     "vllm": SpecifierSet(">=0.24,<0.31"),
-    "transformer_engine": SpecifierSet(">=2.18,<2.21"),  # optional
 }
 
 # Import name -> the names of the distributions that provide it.
@@ -34,12 +33,12 @@ class Symbol:
     """One thing of another package that a module of ours names.
 
     Attributes:
-        path: dotted path of a module, function, class, method or attribute. ``path['a', 'b']`` is an entry of a mapping;
-            a key that is no literal is a dotted path itself.
+        path: dotted path of a module, function, class, method or attribute. ``path['a', 'b']`` is an entry of a
+            mapping; a key that is no literal is a dotted path itself.
         why: what it is used for.
         used_by: our modules.
-        parameters: of a callable, the ones passed or overridden, in their order; the callable must take them by these names
-            and require no others. None: only the existence is relied on.
+        parameters: of a callable, the ones passed or overridden, in their order; the callable must take them by these
+            names and require no others. None: only the existence is relied on.
         forwarded: ours hands all other arguments on, so the callable may require more.
         attributes: of a class, attributes of its instances that we use; its methods must use them too.
     """
@@ -66,39 +65,59 @@ def _of(*used_by: str) -> Any:
 
 _config, _check, _engine, _cpu, _stage = (_of(name) for name in ("config", "check", "engine", "cpu", "stage"))
 _adapter, _rollout, _vllm_cpu, _exact = (_of(name) for name in ("adapter", "rollout", "vllm_cpu", "exact_vllm"))
-_corrections, _replay = _of("corrections"), _of("replay")
+_corrections, _replay, _moe = _of("corrections"), _of("replay"), _of("vllm_moe_cpu")
+_vllm_gpu, _certify = _of("vllm_gpu"), _of("certify_rollout")
 _FSDP = "verl.workers.engine.fsdp.transformer_impl.FSDPEngineWithLMHead"
 _TRAINER = "verl.trainer.ppo.v1.trainer_base.PPOTrainer"
 _ADAPTER = "verl.workers.rollout.vllm_rollout.ServerAdapter"
-_SENDER = "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer.BucketedWeightSender"
+_TRANSFER = "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer"
+_SENDER = f"{_TRANSFER}.BucketedWeightSender"
 _WORKER = "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension"
 _KERNEL = "vllm.model_executor.kernels.linear.scaled_mm.Fp8BlockScaledMMLinearKernel"
+_QUANT = "vllm.model_executor.layers.quantization.input_quant_fp8.QuantFP8"
 _ROLLOUT_CORR = "verl.trainer.ppo.rollout_corr_helper"
 _LAYERS = "vllm.model_executor.layers"
+_MOE = f"{_LAYERS}.fused_moe"
+_EXPERTS = f"{_MOE}.modular_kernel.FusedMoEExpertsModular"
 _ATTENTION = "vllm.v1.attention.backends"
 _PLATFORM = "verl.plugin.platform.platform_base.PlatformBase"
 
+# fmt: off
 SYMBOLS: tuple[Symbol, ...] = (
     # The driver's checks and verl's configuration classes.
-    _of("plugin", "check")("verl.utils.config.validate_config", "the driver's checks", "config", "use_reference_policy", "use_critic"),
+    _of("plugin", "check")("verl.utils.config.validate_config", "the driver's checks", "config",
+        "use_reference_policy", "use_critic"),
     _check("verl.trainer.ppo.utils.need_critic", "argument of validate_config", "config"),
     _check("verl.trainer.ppo.utils.need_reference_policy", "argument of validate_config", "config"),
-    _check("verl.utils.device.auto_set_device", "what main_ppo does before validate_config", "config"),
-    _of("layout")("verl.utils.fs.copy_to_local", "the model's configuration from where verl reads it", "src"),
+    _of("check", "explain")("verl.utils.device.auto_set_device", "what main_ppo does before validate_config", "config"),
+    _of("layout", "certify", "attribution")("verl.utils.fs.copy_to_local", "the model from where verl reads it", "src"),
     _config("verl.workers.config.FSDPActorConfig", "base class; picks the engine", "strategy", "fsdp_config"),
-    _config("verl.workers.config.FSDPActorConfig.validate", "reaches the driver's checks", "n_gpus", "train_batch_size", "model_config"),
+    _config("verl.workers.config.FSDPActorConfig.validate", "reaches the driver's checks", "n_gpus",
+            "train_batch_size", "model_config"),
     _config("verl.workers.config.McoreActorConfig", "base class", "strategy", "megatron"),
-    _config("verl.workers.config.McoreActorConfig.validate", "reaches the driver's checks", "n_gpus", "train_batch_size", "model_config"),
-    _config("verl.workers.config.FSDPEngineConfig", "base class", "forward_only", "strategy", "dtype", "mixed_precision", "qat"),
-    _config("verl.workers.config.HFModelConfig", "base class; built by the task runner", "path", "hf_config_path", "trust_remote_code",
+    _config("verl.workers.config.McoreActorConfig.validate", "reaches the driver's checks", "n_gpus",
+            "train_batch_size", "model_config"),
+    _config("verl.workers.config.FSDPEngineConfig", "base class", "forward_only", "strategy", "dtype",
+            "mixed_precision", "qat"),
+    _config("verl.workers.config.HFModelConfig", "base class; built by the task runner", "path", "hf_config_path",
+            "trust_remote_code",
             "external_lib", "override_config", "lora_rank", "lora", "lora_adapter_path", "mtp"),
-    _config("verl.workers.config.RolloutConfig", "base class; its engine_kwargs reach vLLM last", "name", "top_k", "top_p",
-            "repetition_penalty", "dtype", "tensor_model_parallel_size", "logprobs_mode", "engine_kwargs", "calculate_log_probs",
+    _config("verl.workers.config.RolloutConfig", "base class; its engine_kwargs reach vLLM last", "name", "top_k",
+            "top_p",
+            "repetition_penalty", "dtype", "tensor_model_parallel_size", "logprobs_mode", "engine_kwargs",
+            "calculate_log_probs",
             "checkpoint_engine", "quantization", "quantization_config_file", "qat"),
+    # The doctor.
+    _of("doctor")("verl.trainer.constants_ppo.get_ppo_ray_runtime_env", "looks where a run's workers would be"),
+    _of("facts")("vllm.plugins.load_general_plugins", "whether vLLM's processes load our entry point"),
+    _of("facts")("vllm.model_executor.kernels.linear._POSSIBLE_FP8_BLOCK_KERNELS[vllm.platforms.PlatformEnum.CPU]",
+        "which kernels this machine has", bare=True),
+    _of("facts")("vllm.platforms.current_platform", "whose kernels", bare=True),
     # The engine.
-    _of("engine", "cpu")("verl.workers.engine.base.EngineRegistry.register", "adds the engine", "model_type", "backend", "device"),
+    _of("engine", "cpu")("verl.workers.engine.base.EngineRegistry.register", "adds the engine", "model_type",
+        "backend", "device"),
     _engine("verl.workers.engine.base.EngineRegistry._engines", "asks whether it is there", bare=True),
-    _engine("verl.utils.device.get_device_name", "which device's engine to add"),
+    _of("engine", "certify")("verl.utils.device.get_device_name", "which device's engine to add"),
     _engine(_FSDP, "base class", "model_config", "engine_config", "optimizer_config", "checkpoint_config",
             attributes=("rank", "model_config", "engine_config")),
     _engine(f"{_FSDP}._build_module", "the module before FSDP wraps it"),
@@ -110,28 +129,37 @@ SYMBOLS: tuple[Symbol, ...] = (
     _stage(_TRAINER, "the V1 trainer", bare=True, attributes=("config",)),
     _stage(f"{_TRAINER}._compute_advantage", "advantages are reweighted after it", "batch", "metrics"),
     _stage(f"{_TRAINER}._update_actor", "refuses a batch without the stamp", "batch", "metrics"),
-    _stage("verl.workers.utils.padding.response_to_nested", "stores advantages as verl does", "tensor", "response_mask"),
+    _stage("verl.workers.utils.padding.response_to_nested", "stores advantages as verl does", "tensor",
+           "response_mask"),
     _stage("transfer_queue.kv_batch_get", "reads the batch", "keys", "partition_id", "select_fields"),
     _stage("transfer_queue.kv_batch_put", "stores the advantages", "keys", "partition_id", "fields"),
     _stage("transfer_queue.KVBatchMeta", "carries the stamp", "keys", "partition_id", "extra_info"),
     # verl's own corrections.
-    _corrections(f"{_ROLLOUT_CORR}.compute_rollout_correction_and_rejection_mask", "judges thresholds as verl will", "old_log_prob",
-                 "rollout_log_prob", "response_mask", "rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs",
+    _corrections(f"{_ROLLOUT_CORR}.compute_rollout_correction_and_rejection_mask", "judges thresholds as verl will",
+                 "old_log_prob",
+                 "rollout_log_prob", "response_mask", "rollout_is", "rollout_is_threshold",
+                 "rollout_is_batch_normalize", "rollout_rs",
                  "rollout_rs_threshold"),
-    _corrections("verl.utils.tensordict_utils.make_iterator", "the rows of a mini-batch", "tensordict", "mini_batch_size", "epochs", "seed",
+    _corrections("verl.utils.tensordict_utils.make_iterator", "the rows of a mini-batch", "tensordict",
+                 "mini_batch_size", "epochs", "seed",
                  "dataloader_kwargs"),
-    _replay(f"{_ROLLOUT_CORR}.compute_rollout_correction_weights", "verl's weights on a dump", "log_ratio", "response_mask", "rollout_is",
+    _replay(f"{_ROLLOUT_CORR}.compute_rollout_correction_weights", "verl's weights on a dump", "log_ratio",
+            "response_mask", "rollout_is",
             "rollout_is_threshold", "rollout_is_batch_normalize"),
-    _replay(f"{_ROLLOUT_CORR}.compute_rollout_rejection_mask", "verl's rejection on a dump", "log_ratio", "response_mask", "rollout_rs",
+    _replay(f"{_ROLLOUT_CORR}.compute_rollout_rejection_mask", "verl's rejection on a dump", "log_ratio",
+            "response_mask", "rollout_rs",
             "rollout_rs_threshold"),
     _of("validate")("verl.utils.checkpoint.checkpoint_manager.find_latest_ckpt_path", "whether a run resumes", "path"),
     # The weight sync, both ends.
-    _of("register")("verl.workers.rollout.base._ROLLOUT_REGISTRY['vllm', 'async']", "names the server adapter", bare=True),
+    _of("register")("verl.workers.rollout.base._ROLLOUT_REGISTRY['vllm', 'async']", "names the server adapter",
+        bare=True),
     _adapter(_ADAPTER, "base class", "config", "model_config", "device_mesh",
              attributes=("config", "use_shm", "zmq_handle", "server_handle", "_has_server")),
     _adapter(f"{_ADAPTER}.update_weights", "one sync", "weights", "global_steps", "wire_format"),
     _adapter(f"{_ADAPTER}._execute_method", "starts the receivers", "method", "non_block", "kwargs"),
     _adapter(_SENDER, "streams the buckets", "zmq_handle", "bucket_size_mb", "use_shm", attributes=("socket",)),
+    _adapter(f"{_TRANSFER}.create_shared_memory", "a segment that outlives no failed sync", "size", "name"),
+    _adapter(f"{_SENDER}._init_buffer", "the shared segment belongs to the sender"),
     _adapter(f"{_SENDER}._init_socket", "the socket that is watched"),
     _adapter(f"{_SENDER}.async_send_weights", "streams the buckets", "weights"),
     _rollout(_WORKER, "base class", bare=True, attributes=("model_runner",)),
@@ -139,10 +167,24 @@ SYMBOLS: tuple[Symbol, ...] = (
     _rollout(f"{_WORKER}._update_weights", "one bucket", "weights", "peft_config", "base_sync_done"),
     _rollout("vllm.model_executor.layers.quantization.fp8.Fp8LinearMethod", "recognises FP8 layers", bare=True,
              attributes=("block_quant", "fp8_linear")),
+    _rollout("vllm.model_executor.layers.quantization.fp8.Fp8MoEMethod", "recognises FP8 experts", bare=True,
+             attributes=("block_quant", "moe_kernel")),
     _rollout("vllm.distributed.get_tensor_model_parallel_rank", "which shard a worker holds"),
+    # The certificate.
+    _of("certify")("verl.utils.torch_functional.logprobs_from_logits", "log-probs as the trainer takes them", "logits",
+        "labels"),
+    _certify(f"{_TRANSFER}.BucketedWeightReceiver", "replaced: the stream comes out of a file", "device",
+             forwarded=True),
+    _certify(f"{_TRANSFER}.BucketedWeightReceiver.receive_weights", "replaced", "on_bucket_received"),
+    _certify(f"{_WORKER}._get_zmq_handle", "overridden: no socket"),
+    _certify(f"{_WORKER}.monkey_patch_model", "as verl's server does", "vocab_size", "banned_token_ids"),
+    _certify("vllm.LLM.collective_rpc", "runs the extension's methods", "method", "args", "kwargs"),
+    _certify("vllm.SamplingParams", "fixed answers, and their log-probs", bare=True),
     # vLLM on CPU.
-    _vllm_cpu("vllm.model_executor.kernels.linear._POSSIBLE_FP8_BLOCK_KERNELS[vllm.platforms.PlatformEnum.CPU]", "the kernel table", bare=True),
-    _vllm_cpu("vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm", "packs weights; wrapped", "layer", "remove_weight"),
+    _vllm_cpu("vllm.model_executor.kernels.linear._POSSIBLE_FP8_BLOCK_KERNELS[vllm.platforms.PlatformEnum.CPU]",
+              "the kernel table", bare=True),
+    _vllm_cpu("vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm", "packs weights; wrapped", "layer",
+              "remove_weight"),
     _vllm_cpu("vllm.config.get_current_vllm_config", "finds the fp8 node"),
     _vllm_cpu("vllm.platforms.current_platform.is_cpu", "where the kernel serves"),
     _vllm_cpu(_KERNEL, "base class", "config"),
@@ -153,19 +195,67 @@ SYMBOLS: tuple[Symbol, ...] = (
     _vllm_cpu(f"{_KERNEL}.apply_block_scaled_mm", "abstract", "A", "B", "As", "Bs"),
     _vllm_cpu("vllm.config.get_current_vllm_config_or_none", "finds the fp8 node"),
     _vllm_cpu(f"{_LAYERS}.vocab_parallel_embedding.VocabParallelEmbedding", "recognises the output head", bare=True),
+    # vLLM on a GPU.
+    _of("vllm_plugin")("vllm.platforms.current_platform.is_cuda", "whether to register for CUDA"),
+    _vllm_gpu("vllm.platforms.current_platform.is_cuda", "where the kernel serves"),
+    _vllm_gpu("vllm.config.get_current_vllm_config_or_none", "finds the fp8 node"),
+    _vllm_gpu("vllm.model_executor.custom_op.CustomOp.register_oot", "replaces the quantiser", "name"),
+    _vllm_gpu("vllm.model_executor.custom_op.op_registry_oot", "asks whether it is replaced", bare=True),
+    _vllm_gpu(_QUANT, "base class", "static", "group_shape", "column_major_scales", "tma_aligned_scales", "use_ue8m0",
+              attributes=("is_group_quant", "group_size", "use_deep_gemm_supported")),
+    _vllm_gpu(f"{_QUANT}.name", "the name compilation configs know", bare=True),
+    _vllm_gpu("vllm.model_executor.layers.quantization.input_quant_fp8.DeepGemmQuantScaleFMT.from_oracle",
+              "whether scales are packed"),
+    _vllm_gpu("vllm.model_executor.kernels.linear._POSSIBLE_FP8_BLOCK_KERNELS[vllm.platforms.PlatformEnum.CUDA]",
+              "the kernel table", bare=True),
+    _vllm_gpu("vllm.model_executor.kernels.linear._LINEAR_BACKEND_KERNEL_MAP['torch']", "the kernel's backend name",
+              bare=True),
+    _vllm_gpu("vllm.model_executor.layers.quantization.utils.fp8_utils.requant_weight_ue8m0_inplace",
+              "wrapped: keeps power-of-two scales", "weight", "weight_scale", "block_size"),
+    _vllm_gpu(_KERNEL, "base class", "config"),
+    _vllm_gpu(f"{_KERNEL}.is_supported", "overridden", "compute_capability"),
+    _vllm_gpu(f"{_KERNEL}.can_implement", "overridden", "config"),
+    _vllm_gpu(f"{_KERNEL}.process_weights_after_loading", "overridden: keeps the parameters", "layer"),
+    _vllm_gpu(f"{_KERNEL}.apply_weights", "overridden: the product", "layer", "x", "bias"),
+    _vllm_gpu(f"{_KERNEL}.apply_block_scaled_mm", "abstract", "A", "B", "As", "Bs"),
+    # vLLM's experts on CPU.
+    _moe("vllm.config.get_current_vllm_config", "finds the fp8 node"),
+    _moe("vllm.config.get_current_vllm_config_or_none", "finds the fp8 node"),
+    _moe("vllm.platforms.current_platform.is_cpu", "where the classes serve"),
+    _moe(f"{_MOE}.oracle.fp8.backend_to_kernel_cls", "chooses the class; wrapped", "backend"),
+    _moe(f"{_MOE}.oracle.fp8.Fp8MoeBackend.TRITON", "the backend without a weight layout of its own", bare=True),
+    _moe(f"{_MOE}.oracle.unquantized.backend_to_kernel_cls", "chooses the class; wrapped", "backend"),
+    _moe(f"{_MOE}.oracle.unquantized.UnquantizedMoeBackend.CPU", "the backend replaced", bare=True),
+    _moe(_EXPERTS, "base class", "moe_config", "quant_config", forwarded=True),
+    _moe(f"{_EXPERTS}.w1_scale", "the scales of gate and up", bare=True),
+    _moe(f"{_EXPERTS}.w2_scale", "the scales of down", bare=True),
+    _moe(f"{_MOE}.modular_kernel.FusedMoEActivationFormat.Standard", "tokens in one matrix", bare=True),
+    _moe(f"{_EXPERTS}.workspace_shapes", "overridden", "M", "N", "K", "topk", "global_num_experts", "local_num_experts",
+         "expert_tokens_meta", "activation"),
+    _moe(f"{_EXPERTS}.apply", "overridden: the product", "output", "hidden_states", "w1", "w2", "topk_weights",
+         "topk_ids",
+         "activation", "global_num_experts", "expert_map", "a1q_scale", "a2_scale", "workspace13", "workspace2",
+         "expert_tokens_meta", "apply_router_weight_on_input"),
+    _moe(f"{_MOE}.activation.MoEActivation.SILU", "the activation computed", bare=True),
+    _moe(f"{_MOE}.topk_weight_and_reduce.TopKWeightAndReduceNoOP", "ours weighs and sums itself"),
+    _moe("vllm.model_executor.layers.quantization.utils.quant_utils.kFp8Dynamic128Sym", "what the oracle asks for",
+         bare=True),
     _exact("vllm.model_executor.custom_op.CustomOp.register_oot", "replaces an operator", "name"),
     _exact("vllm.model_executor.custom_op.op_registry_oot", "asks whether it is replaced", bare=True),
     _exact(f"{_LAYERS}.layernorm.RMSNorm.forward_native", "overridden", "x", "residual"),
     _exact(f"{_LAYERS}.layernorm.RMSNorm", "base class", bare=True, attributes=("weight", "variance_epsilon")),
     _exact(f"{_LAYERS}.activation.SiluAndMul.forward_native", "overridden", "x"),
-    _exact(f"{_LAYERS}.rotary_embedding.base.RotaryEmbedding.forward_native", "overridden", "positions", "query", "key"),
+    _exact(f"{_LAYERS}.rotary_embedding.base.RotaryEmbedding.forward_native", "overridden", "positions", "query",
+           "key"),
     _exact(f"{_LAYERS}.rotary_embedding.base.RotaryEmbedding._compute_cos_sin_cache", "overridden"),
     _exact(f"{_LAYERS}.rotary_embedding.base.RotaryEmbedding", "base class", bare=True,
            attributes=("max_position_embeddings", "rotary_dim", "base", "cos_sin_cache", "head_size")),
     _exact(f"{_ATTENTION}.cpu_attn.CPUAttentionBackend.get_impl_cls", "overridden"),
-    _exact(f"{_ATTENTION}.cpu_attn.CPUAttentionBackendImpl.do_kv_cache_update", "overridden", "layer", "key", "value", "kv_cache",
+    _exact(f"{_ATTENTION}.cpu_attn.CPUAttentionBackendImpl.do_kv_cache_update", "overridden", "layer", "key", "value",
+           "kv_cache",
            "slot_mapping"),
-    _exact(f"{_ATTENTION}.cpu_attn.CPUAttentionBackendImpl.forward", "overridden", "layer", "query", "key", "value", "kv_cache",
+    _exact(f"{_ATTENTION}.cpu_attn.CPUAttentionBackendImpl.forward", "overridden", "layer", "query", "key", "value",
+           "kv_cache",
            "attn_metadata", "output", "output_scale", "output_block_scale"),
     _exact(f"{_ATTENTION}.registry.register_backend", "replaces the CPU backend", "backend", "class_path"),
     _exact(f"{_ATTENTION}.registry.AttentionBackendEnum.CPU_ATTN", "the backend replaced", bare=True),
@@ -174,8 +264,10 @@ SYMBOLS: tuple[Symbol, ...] = (
     _cpu(_PLATFORM, "base class"),
     _cpu("verl.utils.distributed.initialize_global_process_group_ray", "wrapped: plain gloo", "backend"),
     _cpu(f"{_FSDP}._build_fsdp_module", "overridden: no pinned offload", "module"),
-    _of("cpu_replay")("verl.trainer.ppo.v1.replay_buffer.ReplayBuffer.__init__", "a shorter poll", "poll_interval", forwarded=True),
+    _of("cpu_replay")("verl.trainer.ppo.v1.replay_buffer.ReplayBuffer.__init__", "a shorter poll", "poll_interval",
+        forwarded=True),
 )
+# fmt: on
 
 
 def require_versions(*, vllm: bool = True) -> None:
@@ -210,7 +302,9 @@ def symbols_of(user: str) -> Iterable[Symbol]:
     """The table's entries of one module of ours."""
     found = [s for s in SYMBOLS if user in s.used_by]
     if not found:
-        raise ContractError(f"the upstream symbols of verl_fp8.{user}", "no entry in the table", "add them to verl_fp8/contract.py")
+        raise ContractError(
+            f"the upstream symbols of verl_fp8.{user}", "no entry in the table", "add them to verl_fp8/contract.py"
+        )
     return found
 
 
@@ -236,7 +330,9 @@ def check(symbol: Symbol) -> None:
         raise _differs(symbol, f"its parameters in another order, {list(parameters)}")
     if symbol.forwarded:
         return
-    required = [n for n, p in parameters.items() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    required = [
+        n for n, p in parameters.items() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
     if unknown := [name for name in required if name not in symbol.parameters]:
         raise _differs(symbol, f"it requires {unknown[0]!r} as well")
 
@@ -253,8 +349,8 @@ def resolve(path: str) -> Any:
     parts = path.split(".")
     found = importlib.import_module(parts[0])
     for depth, part in enumerate(parts[1:], start=2):
-        # An attribute first: a package may export an object under the name of one of its modules. A module that is being
-        # imported is in sys.modules before it is its package's attribute.
+        # An attribute first: a package may export an object under the name of one of its modules. A module that is
+        # being imported is in sys.modules before it is its package's attribute.
         if inspect.ismodule(found) and not hasattr(found, part):
             found = importlib.import_module(".".join(parts[:depth]))
         else:
@@ -263,9 +359,9 @@ def resolve(path: str) -> Any:
 
 
 def _used_names(cls: type) -> set[str]:
-    """Names that the methods of a class and its bases read or write; instance attributes exist only once it is built."""
+    """Names a class and its bases define, or use in their methods, where an instance's attributes are."""
     functions = (inspect.unwrap(f) for base in cls.__mro__ for f in vars(base).values() if callable(f))
-    return {name for f in functions if hasattr(f, "__code__") for name in f.__code__.co_names}
+    return {*dir(cls), *(name for f in functions if hasattr(f, "__code__") for name in f.__code__.co_names)}
 
 
 def _differs(symbol: Symbol, found: str) -> ContractError:

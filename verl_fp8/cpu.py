@@ -19,6 +19,7 @@ import wrapt
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
+from verl_fp8 import vendored
 from verl_fp8.contract import require
 
 
@@ -169,6 +170,9 @@ sys.meta_path.append(_VllmFinder())
 
 @wrapt.when_imported("verl.utils.distributed")
 def _plain_gloo(module: types.ModuleType) -> None:
+    if vendored.carries(module, "initialize_global_process_group_ray"):
+        return
+
     # verl composes "cpu:gloo,<device>:<backend>", which torch refuses when the device is cpu itself.
     def init(wrapped, instance, args, kwargs):
         kwargs.setdefault("backend", "cpu:gloo")

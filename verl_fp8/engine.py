@@ -10,11 +10,13 @@ from verl.utils.device import get_device_name
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
 
+from verl_fp8 import exact
 from verl_fp8.config import BACKEND
 from verl_fp8.errors import ConfigError
 from verl_fp8.exact_hf import make_exact, make_fp32_head, match_log_softmax
 from verl_fp8.hardware import probe, resolve_backend
-from verl_fp8.linear import convert_linears
+from verl_fp8.linear import ConversionReport, convert_linears
+from verl_fp8.settings import Fp8Settings
 from verl_fp8.sync import SyncStats, outgoing
 
 RECIPE_FILE = "fp8_recipe.json"
@@ -22,6 +24,39 @@ RECIPE_FILE = "fp8_recipe.json"
 
 def _unchanged(linear: torch.nn.Linear, recipe) -> torch.nn.Linear:
     return linear
+
+
+_unchanged.experts = _unchanged
+
+
+def prepare_module(module: torch.nn.Module, fp8: Fp8Settings) -> tuple[ConversionReport, str]:
+    """Make a Hugging Face causal LM, not yet sharded, into the trainer's model, in place.
+
+    Args:
+        module: as verl builds it.
+        fp8: the settings.
+
+    Returns:
+        The layers that are FP8 on some side, and what computes them in the trainer: a backend, or ``bf16``.
+
+    Raises:
+        ConfigError: the model or the machine cannot do what is asked.
+    """
+    backend = "bf16"
+    if fp8.layer_filter is None:
+        linears = [n for n, m in module.named_modules() if isinstance(m, torch.nn.Linear)]
+        report = ConversionReport((), dict.fromkeys(linears, "fp8.mode=bf16"), len(linears))
+    elif fp8.mode == "unified":
+        backend = resolve_backend("reference" if fp8.exact else fp8.backend, fp8.recipe, probe())
+        report = convert_linears(module, fp8.recipe, fp8.layers, backend=backend)
+    else:
+        # The trainer stays in bf16; the sync needs the same list of layers.
+        report = convert_linears(module, fp8.recipe, fp8.layers, "bf16", {"bf16": _unchanged})
+    if fp8.exact:
+        make_exact(module)
+    elif fp8.lm_head == "fp32":
+        make_fp32_head(module)
+    return report, backend
 
 
 class Fp8EngineMixin:
@@ -36,22 +71,19 @@ class Fp8EngineMixin:
 
     def _build_module(self):
         module = super()._build_module()
-        if self.fp8.mode == "unified":
-            self._fp8_backend = resolve_backend("reference" if self.fp8.exact else self.fp8.backend, self.fp8.recipe, probe())
-            report = convert_linears(module, self.fp8.recipe, self.fp8.layers, backend=self._fp8_backend)
-        else:
-            # The trainer stays in bf16; the sync needs the same list of layers.
-            report = convert_linears(module, self.fp8.recipe, self.fp8.layers, "bf16", {"bf16": _unchanged})
+        report, backend = prepare_module(module, self.fp8)
         self._fp8_layers = report.converted
         if self.fp8.exact:
             match_log_softmax(transformer_impl)
-            make_exact(module)
-        elif self.fp8.lm_head == "fp32":
-            make_fp32_head(module)
         if self.rank == 0:
             role = "reference policy" if self.engine_config.forward_only else "actor"
+            if role == "actor" and any(".experts." in name for name in report.converted):
+                # They travel with rollout.enable_rollout_routing_replay only, and end at verl's Megatron and VeOmni engines.
+                print("fp8/router_agreement is not measured: verl hands the rollout's choices of experts to no FSDP engine", flush=True)
             if self.fp8.mode == "unified":
-                print(f"{report.summary()} [{role}, backend {self._fp8_backend}, recipe {self.fp8.recipe.digest()}]", flush=True)
+                print(f"{report.summary()} [{role}, backend {backend}, recipe {self.fp8.recipe.digest()}]", flush=True)
+            elif self.fp8.layer_filter is None:
+                print(f"no FP8 layer (fp8.mode=bf16), lm_head {self.fp8.lm_head} [{role}]", flush=True)
             else:
                 print(f"FP8 rollout of {len(report.converted)} of {report.total} linear layers, {role} in bf16", flush=True)
         return module
@@ -75,6 +107,12 @@ class Fp8EngineMixin:
             "fp8/sync_bytes_per_weight": stats.bytes_per_weight,
             "fp8/sync_seconds": time.perf_counter() - start,
         }
+
+    def _logprobs_from_logits(self, **kwargs):
+        """Called by a verl whose source asks the engine (patches/0003); elsewhere exact_hf.match_log_softmax does it."""
+        if self.fp8.exact:
+            return exact.log_probs(kwargs["logits"], kwargs["labels"])
+        return super()._logprobs_from_logits(**kwargs)
 
     def train_batch(self, data, loss_function):
         """verl's, plus the figures of the sync that the batch's rollout used (they reach the log as ``fp8/*``)."""

@@ -6,7 +6,7 @@ import torch
 import wrapt
 from torch import nn
 
-from verl_fp8 import exact
+from verl_fp8 import exact, vendored
 from verl_fp8.errors import ConfigError
 from verl_fp8.linear import ReferenceFp8Linear
 
@@ -149,12 +149,13 @@ def make_exact(model: nn.Module) -> None:
 
 
 def match_log_softmax(module) -> None:
-    """Let verl's FSDP engine take log-probs from logits as vLLM's sampler does. Idempotent.
+    """Let verl's FSDP engine take log-probs from logits as vLLM's sampler does. Idempotent; where the source asks the engine,
+    :class:`verl_fp8.engine.Fp8EngineMixin` answers instead.
 
     Args:
         module: verl.workers.engine.fsdp.transformer_impl, whose ``logprobs_from_logits(logits, labels, ...)`` is wrapped.
     """
-    if isinstance(module.logprobs_from_logits, wrapt.ObjectProxy):
+    if isinstance(module.logprobs_from_logits, wrapt.FunctionWrapper) or vendored.carries(module, "logprobs_from_logits"):
         return
 
     def log_probs(wrapped, instance, args, kwargs):

@@ -17,9 +17,9 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from verl_fp8.contract import VERSIONS
 from verl_fp8.errors import ConfigError
 from verl_fp8.recipe import SCALE_FORMATS, Recipe
 
@@ -33,6 +33,8 @@ GPU_BLOCK = (128, 128)
 _NEEDED = (9, 0)
 _EMULATED = (10, 0)
 _CUDA = (12, 9)
+# tests/contract/test_te.py runs the backend on the Python of these versions.
+TRANSFORMER_ENGINE = SpecifierSet(">=2.18,<2.21")
 _INSTALL_TE = "pip install --no-build-isolation 'transformer-engine[pytorch]==2.20.2'"
 
 
@@ -184,7 +186,7 @@ def check_gpu(asked: str, hardware: Hardware, alternative: str) -> None:
 
 
 def _check_transformer_engine(asked: str, hardware: Hardware) -> None:
-    found, supported = hardware.transformer_engine, VERSIONS["transformer_engine"]
+    found, supported = hardware.transformer_engine, TRANSFORMER_ENGINE
     fix = _INSTALL_TE + (", or set fp8.backend=torch" if hardware.capability < _EMULATED else "")
     if found is None:
         raise ConfigError(asked, "TransformerEngine is not installed", fix)

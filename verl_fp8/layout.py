@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from verl_fp8 import linear
 from verl_fp8.errors import ConfigError
 from verl_fp8.recipe import LayerFilter, fused_group
 
@@ -15,10 +16,11 @@ ROW_PARALLEL = frozenset({"o_proj", "down_proj", "out_proj", "dense"})
 
 
 def linear_shapes(config: Any) -> dict[str, tuple[int, int]]:
-    """Name -> (out, in) of every nn.Linear of the causal LM that ``config`` describes, in module order; allocates nothing.
+    """Name -> (out, in) of every linear layer (:func:`verl_fp8.linear.linear_shapes`) of the causal LM that ``config``
+    describes; allocates nothing.
 
     Raises:
-        ConfigError: not a causal LM, or one with fused experts, which vLLM would quantise and the trainer would not.
+        ConfigError: not a causal LM, or one with fused experts in an unknown layout.
     """
     from transformers import AutoModelForCausalLM
 
@@ -31,14 +33,7 @@ def linear_shapes(config: Any) -> dict[str, tuple[int, int]]:
             f"a {type(config).__name__}, which AutoModelForCausalLM does not build ({str(error).splitlines()[0]})",
             "use a text-only model, or remove +fp8",
         ) from error
-    experts = [n for n, p in model.named_parameters() if p.ndim == 3 and "experts" in n.split(".")]
-    if experts:
-        raise ConfigError(
-            "FP8 linear layers in trainer and rollout (+fp8)",
-            f"mixture-of-experts weights in one tensor, {experts[0]}, in the model at actor_rollout_ref.model.path",
-            "use a dense model, or remove +fp8",
-        )
-    return {n: tuple(m.weight.shape) for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    return linear.linear_shapes(model)
 
 
 def load_config(model: Mapping[str, Any]) -> Any:
@@ -65,13 +60,19 @@ def _load(path: str, trust_remote_code: bool, overrides: str) -> Any:
     return config
 
 
-def split_layers(config: Any, layers: LayerFilter) -> tuple[tuple[str, ...], dict[str, str], dict[str, tuple[int, int]]]:
+def split_layers(config: Any, layers: LayerFilter | None) -> tuple[tuple[str, ...], dict[str, str], dict[str, tuple[int, int]]]:
     """(converted names, kept name -> reason, name -> shape) for a model described by its configuration.
+
+    Args:
+        config: the Hugging Face configuration.
+        layers: None for a run without FP8 layers (``fp8.mode=bf16``).
 
     Raises:
         ConfigError: nothing would be converted, or ``fp8.recipe.exclude`` is wrong.
     """
     shapes = linear_shapes(config)
+    if layers is None:
+        return (), dict.fromkeys(shapes, "fp8.mode=bf16"), shapes
     converted, kept = layers.split(shapes)
     if not converted:
         raise ConfigError(
@@ -84,11 +85,27 @@ def split_layers(config: Any, layers: LayerFilter) -> tuple[tuple[str, ...], dic
 
 
 def check_tensor_parallel(
-    config: Any, shapes: Mapping[str, tuple[int, int]], converted: tuple[str, ...], block: tuple[int, int], tp: int
+    config: Any,
+    shapes: Mapping[str, tuple[int, int]],
+    converted: tuple[str, ...],
+    block: tuple[int, int],
+    tp: int,
+    *,
+    expert_parallel: bool = False,
 ) -> None:
     """Refuse on the driver what vLLM refuses at load: a shard or fused part that is no multiple of the block.
 
-    The rule is vLLM's (quantization/utils/fp8_utils.py, validate_fp8_block_shape).
+    The rule is vLLM's (quantization/utils/fp8_utils.py, validate_fp8_block_shape). Of experts it refuses fewer: where a
+    rank's part is ragged it refines the blocks (fused_moe/oracle/fp8.py, refine_fp8_moe_block_shape), and with them the
+    groups of activations, so that the rollout would no longer compute what the trainer does.
+
+    Args:
+        config: the Hugging Face configuration.
+        shapes: name -> (out, in) of every linear layer.
+        converted: the FP8 ones.
+        block: rows and columns of weights that share a scale.
+        tp: ``rollout.tensor_model_parallel_size``.
+        expert_parallel: whether vLLM gives whole experts to ranks instead of parts of each.
 
     Raises:
         ConfigError: names the layer, its size and the keys that resolve it.
@@ -99,7 +116,13 @@ def check_tensor_parallel(
         out, in_ = shapes[name]
         leaf = name.rpartition(".")[2]
         group = fused_group(name)
-        if leaf in ROW_PARALLEL:
+        if ".experts." in name:
+            parts = 1 if expert_parallel else tp
+            if leaf != "down_proj":
+                _whole(name, "out_features", out, parts, rows, block)
+            elif parts > 1:
+                _whole(name, "in_features", in_, parts, columns, block)
+        elif leaf in ROW_PARALLEL:
             if tp > 1:
                 _whole(name, "in_features", in_, tp, columns, block)
         elif group is not None:
@@ -117,11 +140,14 @@ def _whole(name: str, what: str, size: int, parts: int, unit: int, block: tuple[
     if size % (parts * unit) == 0:
         return
     shard = f"{size} / {parts} = {size / parts:g}" if parts > 1 else f"{size}"
+    expert = ".experts." in name
+    needs = "or vLLM would quantise in smaller blocks than the trainer" if expert else "as vLLM needs it"
     raise ConfigError(
         f"blocks of {block[0]}x{block[1]} with actor_rollout_ref.rollout.tensor_model_parallel_size={parts}"
         if parts > 1
         else f"blocks of {block[0]}x{block[1]}",
-        f"{name} has {what} {shard}, no multiple of {unit}, as vLLM needs it",
+        f"{name} has {what} {shard}, no multiple of {unit}, {needs}",
         ("lower actor_rollout_ref.rollout.tensor_model_parallel_size, " if parts > 1 else "")
+        + (f"set actor_rollout_ref.rollout.expert_parallel_size={parts}, " if expert and parts > 1 else "")
         + "set fp8.recipe.weight_block to a divisor (reference backend only), or keep the layer in bf16 with fp8.recipe.exclude",
     )

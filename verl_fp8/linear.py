@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from verl_fp8 import experts
 from verl_fp8.errors import ConfigError
 from verl_fp8.numerics import Fp8LinearFunction
-from verl_fp8.recipe import LayerFilter, Recipe
+from verl_fp8.recipe import LayerFilter, Recipe, is_router
 
 
 class ReferenceFp8Linear(nn.Linear):
@@ -61,8 +62,11 @@ def to_reference(linear: nn.Linear, recipe: Recipe) -> nn.Linear:
     return linear
 
 
+to_reference.experts = experts.to_reference
+
 # Name -> (linear, recipe) -> its replacement, the same object or a new one that shares the Parameter objects. A backend
-# whose kernels need (out, in) to be multiples of something says so in an attribute `multiple`, see LayerFilter.reason.
+# whose kernels need (out, in) to be multiples of something says so in an attribute `multiple`, see LayerFilter.reason; one
+# that computes fused experts has an attribute `experts`, (experts module, recipe) -> None.
 # Imported at first use: their modules want TransformerEngine, or Triton.
 def _at_first_use(module: str, function: str, multiple: tuple[int, int]) -> Callable[[nn.Linear, Recipe], nn.Module]:
     def convert(linear: nn.Linear, recipe: Recipe) -> nn.Module:
@@ -86,7 +90,7 @@ class ConversionReport:
     Attributes:
         converted: fully qualified names, in model order.
         skipped: name -> why it stays in high precision.
-        total: all linear layers found.
+        total: all linear layers found, each projection of each expert counted.
     """
 
     converted: tuple[str, ...]
@@ -131,26 +135,77 @@ def convert_linears(
     modules = dict(module.named_modules(remove_duplicate=False))
     _refuse_peft(modules)
     linears = {name: m for name, m in modules.items() if name and isinstance(m, nn.Linear)}
+    shapes = linear_shapes(module)
     converted, skipped = layer_filter.split(
-        {name: (m.out_features, m.in_features) for name, m in linears.items()},
-        multiple=getattr(convert, "multiple", (1, 1)),
-        kept=_not_ours(linears, modules),
+        shapes, multiple=getattr(convert, "multiple", (1, 1)), kept=_not_ours(linears, modules)
     )
-    report = ConversionReport(converted, skipped, len(linears))
+    report = ConversionReport(converted, skipped, len(shapes))
     if not converted:
         raise ConfigError(
             asked="train linear layers in FP8 (fp8.backend, fp8.recipe)",
             found=f"nothing to convert in {type(module).__name__}: {report.summary()}",
             fix="loosen fp8.recipe.exclude, or switch FP8 off for this model",
         )
-    for original in {id(linears[name]): linears[name] for name in converted}.values():
+    check_experts(converted, backend, backends)
+    _convert_experts(modules, converted, recipe, convert)
+    dense = [name for name in converted if name in linears]
+    for original in {id(linears[name]): linears[name] for name in dense}.values():
         replacement = convert(original, recipe)
         if replacement is original:
             continue
-        for name in (n for n in converted if linears[n] is original):
+        for name in (n for n in dense if linears[n] is original):
             parent, _, leaf = name.rpartition(".")
             setattr(modules[parent], leaf, replacement)
     return report
+
+
+def linear_shapes(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """Name -> (out, in) of every linear layer below ``module``, in module order.
+
+    Those are the ``nn.Linear``, the projections of fused experts under the checkpoint's names, and routers, which
+    transformers writes as modules of their own and vLLM as linear layers.
+
+    Raises:
+        ConfigError: fused experts in an unknown layout.
+    """
+    shapes: dict[str, tuple[int, int]] = {}
+    for name, m in module.named_modules(remove_duplicate=False):
+        weight = m._parameters.get("weight")
+        if experts.is_experts(m):
+            shapes |= experts.expert_shapes(name, m)
+        elif name and (isinstance(m, nn.Linear) or (is_router(name) and weight is not None and weight.ndim == 2)):
+            shapes[name] = tuple(weight.shape)
+        elif fused := [n for n, p in m._parameters.items() if p is not None and p.ndim == 3 and "experts" in name.split(".")]:
+            raise ConfigError(
+                "FP8 linear layers in trainer and rollout (+fp8)",
+                f"experts in one tensor, {name}.{fused[0]}, in a layout this package does not know",
+                "use a model with Qwen3-MoE's layout of experts, or remove +fp8",
+            )
+    return shapes
+
+
+def check_experts(converted: tuple[str, ...], backend: str, backends: Mapping[str, Callable] = BACKENDS) -> None:
+    """Refuse experts in FP8 on a backend that computes none.
+
+    Raises:
+        ConfigError: names the layer and the keys that resolve it.
+    """
+    first = next((name for name in converted if ".experts." in name), None)
+    if first is None or hasattr(backends[backend], "experts"):
+        return
+    computes = [name for name, convert in BACKENDS.items() if hasattr(convert, "experts")]
+    raise ConfigError(
+        f"fp8.backend={backend} for mixture-of-experts layers",
+        f"experts, {first} the first, which only fp8.backend={', '.join(computes)} trains in FP8",
+        f"set fp8.backend={computes[0]}, or keep the experts in bf16 on both sides: fp8.recipe.exclude=['*.mlp.experts.*']",
+    )
+
+
+def _convert_experts(modules: Mapping[str, nn.Module], converted: tuple[str, ...], recipe: Recipe, convert: Callable) -> None:
+    chosen = {name.partition(".experts.")[0] + ".experts" for name in converted if ".experts." in name}
+    for name, m in modules.items():
+        if name in chosen and experts.is_experts(m):
+            convert.experts(m, recipe)
 
 
 def _not_ours(linears: Mapping[str, nn.Linear], modules: Mapping[str, nn.Module]) -> dict[str, str]:

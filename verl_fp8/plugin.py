@@ -1,8 +1,8 @@
-"""Entry point of the ``verl.plugins`` group: makes the Hydra groups ``fp8`` and ``is_correction`` known, and verl's driver
-check them.
+"""Entry point of the ``verl.plugins`` group: makes the Hydra groups ``fp8`` and ``is_correction`` known, and verl's
+driver check them.
 
-verl imports this module in every process right after its own package (verl/__init__.py) and swallows whatever it raises at
-DEBUG level, so nothing here may fail and nothing heavy may be imported: no torch, no verl.workers.
+verl imports this module in every process right after its own package (verl/__init__.py) and swallows whatever it raises
+at DEBUG level, so nothing here may fail and nothing heavy may be imported: no torch, no verl.workers.
 """
 
 import os
@@ -10,6 +10,8 @@ import os
 import wrapt
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+from verl_fp8 import vendored
 
 
 class Fp8SearchPath(SearchPathPlugin):
@@ -31,9 +33,11 @@ def _validate_config(wrapped, instance, args, kwargs):
 
 @wrapt.when_imported("verl.utils.config")
 def _check_on_the_driver(module) -> None:
-    # Our classes check too (verl_fp8/config.py), but an override, or a recipe that names the groups before ppo_trainer, may
-    # have put verl's own classes back: then nobody else would look, and the run would train without what was asked for.
-    wrapt.wrap_function_wrapper(module, "validate_config", _validate_config)
+    # Our classes check too (verl_fp8/config.py), but an override, or a recipe that names the groups before ppo_trainer,
+    # may have put verl's own classes back: then nobody else would look, and the run would train without what was asked
+    # for.
+    if not vendored.carries(module, "validate_config"):
+        wrapt.wrap_function_wrapper(module, "validate_config", _validate_config)
 
 
 if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":

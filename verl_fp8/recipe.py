@@ -150,7 +150,7 @@ class LayerFilter:
             return "vision or audio tower"
         if not _HEADS.isdisjoint(components):
             return "output head"
-        if components[-1] in _ROUTER_LEAVES or "router" in components:
+        if is_router(name):
             return "MoE router"
         if 0 in shape:
             return "empty weight"
@@ -197,6 +197,12 @@ class LayerFilter:
             tuple(name for name, reason in reasons.items() if reason is None),
             {name: reason for name, reason in reasons.items() if reason is not None},
         )
+
+
+def is_router(name: str) -> bool:
+    """Whether a layer of this name is a MoE router gate or the gate of a shared expert."""
+    components = name.split(".")
+    return components[-1] in _ROUTER_LEAVES or "router" in components
 
 
 def digest_of_layers(converted: Iterable[str]) -> str:

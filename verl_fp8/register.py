@@ -1,5 +1,6 @@
 """Makes this package known to verl in the current process. Each function is idempotent and raises; nothing warns."""
 
+from verl_fp8 import vendored
 from verl_fp8.contract import require
 
 
@@ -16,7 +17,8 @@ def rollout() -> None:
     from verl.workers.rollout import base
 
     require("register")
-    base._ROLLOUT_REGISTRY[("vllm", "async")] = "verl_fp8.adapter.Fp8ServerAdapter"
+    if not vendored.carries(base, "weight_sync"):
+        base._ROLLOUT_REGISTRY[("vllm", "async")] = "verl_fp8.adapter.Fp8ServerAdapter"
 
 
 def stage() -> None:

@@ -58,7 +58,7 @@ def _sections(found: dict[str, Any]):
     note = ""
     if found["run"]["rejected_fraction"] > 0:
         note = (
-            f'<p class="note">The run itself rejected up to {found["run"]["rejected_fraction"]:.1%} of a batch\'s tokens; '
+            f'<p class="note">The run rejected up to {found["run"]["rejected_fraction"]:.1%} of a batch\'s tokens; '
             "they are not in the dump, so every method is compared on the tokens the run kept. "
             "Dump under none, ais or tis to compare on all of them.</p>"
         )
@@ -101,7 +101,7 @@ def _sections(found: dict[str, Any]):
         [
             plane,
             biases,
-            by_method("Variance by step", "variance", "variance", log=True),
+            by_method("Variance by step", "variance", "variance"),
             by_method("Effective sample size by step", "ess", "share of the batch"),
         ],
     )

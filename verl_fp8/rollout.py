@@ -5,7 +5,9 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from verl_fp8.contract import require
 from verl_fp8.errors import SyncError
-from verl_fp8.recipe import digest_of_layers
+from verl_fp8.experts import PROJECTIONS
+from verl_fp8.numerics import QuantizedTensor, fp8_linear_forward
+from verl_fp8.recipe import Recipe, digest_of_layers
 from verl_fp8.sync import SCALE_SUFFIX, WEIGHT_SUFFIX, Incoming, loaded_shard
 from verl_fp8.vllm_arguments import settings_of
 
@@ -20,14 +22,88 @@ def shard_names(model: torch.nn.Module, prefix: str) -> list[str]:
 
 
 def fp8_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """vLLM's block-FP8 linear modules by name."""
-    from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
+    """vLLM's block-FP8 linear and experts modules, by the name of the checkpoint's module."""
+    from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 
     return {
-        name: module
+        module.layer_name if is_experts(module) else name: module
         for name, module in model.named_modules()
-        if isinstance(getattr(module, "quant_method", None), Fp8LinearMethod) and module.quant_method.block_quant
+        if isinstance(getattr(module, "quant_method", None), (Fp8LinearMethod, Fp8MoEMethod))
+        and module.quant_method.block_quant
     }
+
+
+def is_experts(module: torch.nn.Module) -> bool:
+    """Whether one of :func:`fp8_modules` holds the experts of a layer."""
+    return hasattr(module, "w13_weight")
+
+
+def expert_names(prefix: str, module: torch.nn.Module) -> list[str]:
+    """Checkpoint names behind vLLM's experts of one layer, three an expert: gate, up, down."""
+    experts = module.moe_config.num_logical_experts
+    return [f"{prefix}.{expert}.{leaf}" for expert in range(experts) for leaf in PROJECTIONS]
+
+
+def _kernel(module: torch.nn.Module) -> object:
+    method = module.quant_method
+    return method.moe_kernel.fused_experts if is_experts(module) else method.fp8_linear
+
+
+def _expert_shard(
+    module: torch.nn.Module, suffix: str, full: torch.Tensor, index: int, unit: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """:func:`~verl_fp8.sync.loaded_shard` for projection ``index % 3`` of expert ``index // 3``; None if it is not here."""
+    expert, projection = divmod(index, 3)
+    local = module._map_global_expert_id_to_local_expert_id(expert)
+    if local < 0:
+        return None
+    parallel = module.moe_config.moe_parallel_config  # with expert parallelism its tp_size is 1
+    tp = (parallel.tp_rank, parallel.tp_size)
+    if projection == 2:
+        held = getattr(module, f"w2{suffix.replace('.', '_')}").data[local]
+        return loaded_shard(held, full, [held.shape[0] * unit[0]], 0, unit, tp)
+    held = getattr(module, f"w13{suffix.replace('.', '_')}").data[local]
+    return loaded_shard(held, full, [held.shape[0] // 2 * unit[0]] * 2, projection, unit, tp)
+
+
+def _probed(module: torch.nn.Module) -> bool:
+    """Whether the layer's kernel is ours, whose every bit is known."""
+    return hasattr(_kernel(module), "product")
+
+
+def probe_experts(prefix: str, module: torch.nn.Module, recipe: Recipe, sent: dict) -> None:
+    """Send a known input through each expert of a layer, and compare with what the trainer's tensors give.
+
+    Equal bytes in w13 and w2 do not prove that the layer computes with them: gate and up may be swapped, experts mapped
+    to others' places, an older copy in use.
+
+    Args:
+        prefix: the layer's name.
+        module: vLLM's experts.
+        recipe: the arithmetic.
+        sent: (index as in :func:`expert_names`, suffix) -> this rank's part of the tensor that arrived.
+
+    Raises:
+        SyncError: the layer's output differs in any bit.
+    """
+    # Four tokens whose blocks all have their own scale.
+    x = torch.linspace(-2, 2, 4 * module.hidden_size).sin().view(4, -1).mul(torch.arange(1, 5)[:, None]).to(torch.bfloat16)
+    weigh = torch.ones(4, 1)
+    for expert in sorted({index // 3 for index, _ in sent}):
+        gate, up, down = (
+            QuantizedTensor(sent[3 * expert + i, WEIGHT_SUFFIX], sent[3 * expert + i, SCALE_SUFFIX], recipe.weight_block)
+            for i in range(3)
+        )
+        hidden = torch.nn.functional.silu(fp8_linear_forward(x, gate, recipe)) * fp8_linear_forward(x, up, recipe)
+        expected = fp8_linear_forward(hidden, down, recipe)
+        ids = torch.full((4, 1), expert, dtype=torch.int32)
+        found = module.quant_method.apply(module, x.clone(), weigh, ids, None, None)
+        if not torch.equal(found, expected):
+            raise SyncError(
+                f"expert {expert} of {prefix} computing with the trainer's weights",
+                f"{int((found != expected).sum())} of {expected.numel()} values of a known input differ",
+                "report this with the vLLM version: its layout of experts changed",
+            )
 
 
 class Fp8WorkerExtension(vLLMColocateWorkerExtension):
@@ -42,8 +118,8 @@ class Fp8WorkerExtension(vLLMColocateWorkerExtension):
             exact_vllm.install()
         return super().__new__(cls, **kwargs)
 
-    def update_weights_from_ipc(self, *args, **kwargs):
-        """One weight sync (verl/workers/rollout/vllm_rollout/utils.py); raises instead of leaving a half-loaded model."""
+    def _begin_sync(self) -> None:
+        """Before the first bucket: which layers are FP8, under which names."""
         require("rollout")
         settings = settings_of(self.model_runner.vllm_config)
         if settings is None:
@@ -53,10 +129,30 @@ class Fp8WorkerExtension(vLLMColocateWorkerExtension):
         self._fp8_owner = {
             name: (prefix, index)
             for prefix in self._fp8_modules
-            for index, name in enumerate(shard_names(model, prefix))
+            for index, name in enumerate(
+                expert_names(prefix, self._fp8_modules[prefix])
+                if is_experts(self._fp8_modules[prefix])
+                else shard_names(model, prefix)
+            )
         }
         self._fp8_incoming = Incoming(settings, frozenset(self._fp8_owner))
+        self._fp8_probes = {}
         self._fp8_error = None
+
+    def _end_sync(self) -> None:
+        """After the last bucket: the stream was complete, no layer computes with what it held before."""
+        self._fp8_incoming.finish()
+        for module in self._fp8_modules.values():
+            _kernel(module).__dict__.pop(DEQUANTIZED, None)
+            module.__dict__.pop(DEQUANTIZED, None)
+        for prefix, expected in self._fp8_probes.items():
+            probe_experts(prefix, self._fp8_modules[prefix], self._fp8_incoming.settings.recipe, expected)
+        self._fp8_probes = {}
+
+    def update_weights_from_ipc(self, *args, **kwargs):
+        """One weight sync (verl/workers/rollout/vllm_rollout/utils.py); raises instead of leaving a half-loaded model."""
+        self._begin_sync()
+        settings = self._fp8_incoming.settings
         try:
             super().update_weights_from_ipc(*args, **kwargs)
         except Exception:
@@ -65,14 +161,13 @@ class Fp8WorkerExtension(vLLMColocateWorkerExtension):
             if self._fp8_error is not None:
                 raise self._fp8_error from None
             raise
-        self._fp8_incoming.finish()
-        for module in self._fp8_modules.values():
-            module.__dict__.pop(DEQUANTIZED, None)
+        self._end_sync()
         if not getattr(self, "_fp8_announced", False):
             self._fp8_announced = True
-            kernels = sorted({type(m.quant_method.fp8_linear).__name__ for m in self._fp8_modules.values()})
+            kernels = sorted({type(_kernel(m)).__name__ for m in self._fp8_modules.values()})
+            layers = f"{len(self._fp8_owner)} linear layers, kernel {', '.join(kernels)}" if kernels else "no FP8 layer (fp8.mode=bf16)"
             print(
-                f"FP8 rollout: {len(self._fp8_owner)} linear layers, kernel {', '.join(kernels)}, "
+                f"FP8 rollout: {layers}, "
                 f"recipe {settings.recipe.digest()}, layers {digest_of_layers(self._fp8_owner)}, "
                 f"weights as {settings.weight_sync}, all bytes equal to the trainer's"
             )
@@ -115,9 +210,17 @@ class Fp8WorkerExtension(vLLMColocateWorkerExtension):
             if owner is None:
                 continue
             module = self._fp8_modules[owner[0]]
-            parameter = getattr(module, suffix[1:])
             unit = (1, 1) if suffix == WEIGHT_SUFFIX else tuple(module.weight_block_size)
-            held, expected = loaded_shard(parameter.data, tensor, module.logical_widths, owner[1], unit, tp)
+            if is_experts(module):
+                found = _expert_shard(module, suffix, tensor, owner[1], unit)
+                if found is None:  # another rank's expert
+                    continue
+                held, expected = found
+                if _probed(module):
+                    self._fp8_probes.setdefault(owner[0], {})[(owner[1], suffix)] = expected.clone()
+            else:
+                parameter = getattr(module, suffix[1:])
+                held, expected = loaded_shard(parameter.data, tensor, module.logical_widths, owner[1], unit, tp)
             same = held.shape == expected.shape and torch.equal(
                 held.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8).to(held.device)
             )

@@ -13,7 +13,7 @@ from verl_fp8.errors import ConfigError
 from verl_fp8.hardware import BACKENDS, ROLLOUT_KERNELS
 from verl_fp8.recipe import LayerFilter, Recipe
 
-MODES = ("unified", "rollout")
+MODES = ("unified", "rollout", "bf16")
 WEIGHT_SYNCS = ("codes", "bf16")
 LM_HEADS = ("model", "fp32")
 
@@ -23,7 +23,8 @@ class Fp8Settings:
     """The group ``fp8``.
 
     Attributes:
-        mode: ``unified`` trains and rolls out in FP8; ``rollout`` trains in bf16 and rolls out in FP8.
+        mode: ``unified`` trains and rolls out in FP8; ``rollout`` trains in bf16 and rolls out in FP8;
+            ``bf16`` has no FP8 layer at all: the output head's precision, the verified sync and the mismatch metrics only.
         backend: what computes the trainer's FP8 linears: ``te`` (TransformerEngine), ``torch`` (scaled_mm, Hopper),
             ``reference`` (plain torch on any device), ``auto`` (hardware.resolve_backend).
         rollout_kernel: what computes vLLM's on a GPU: ``torch``, ``cutlass``, ``deep_gemm`` or ``auto``
@@ -47,6 +48,11 @@ class Fp8Settings:
     scale_format: str = "auto"
     recipe: Recipe = field(default_factory=Recipe)
     layers: LayerFilter = field(default_factory=LayerFilter)
+
+    @property
+    def layer_filter(self) -> LayerFilter | None:
+        """Which linear layers are FP8 on some side; None where none is (``mode=bf16``)."""
+        return None if self.mode == "bf16" else self.layers
 
     @classmethod
     def parse(cls, node: Mapping[str, Any], *, capability: tuple[int, int] | None | str = "probe") -> "Fp8Settings":

@@ -14,6 +14,7 @@ import wrapt
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 
+from verl_fp8 import vendored
 from verl_fp8.ais import AISResult, apply_weights
 from verl_fp8.corrections import AISState, MiniBatches, ais_config, reweight, rollout_correction
 from verl_fp8.dump import DumpWriter, run_of
@@ -25,12 +26,13 @@ FIELDS = ["advantages", "old_log_probs", "rollout_log_probs", "response_mask"]
 
 
 def attach() -> None:
-    """Wrap verl's V1 trainer, once a process. Raises if its methods are not there."""
-    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+    """Wrap verl's V1 trainer, once a process, unless its source calls the stage. Raises if its methods are not there."""
+    from verl.trainer.ppo.v1 import trainer_base
 
-    if not isinstance(PPOTrainer.__dict__["_compute_advantage"], wrapt.FunctionWrapper):
-        wrapt.wrap_function_wrapper(PPOTrainer, "_compute_advantage", _compute_advantage)
-        wrapt.wrap_function_wrapper(PPOTrainer, "_update_actor", _update_actor)
+    for name, wrapper in (("_compute_advantage", _compute_advantage), ("_update_actor", _update_actor)):
+        there = isinstance(trainer_base.PPOTrainer.__dict__[name], wrapt.FunctionWrapper)
+        if not there and not vendored.carries(trainer_base, name):
+            wrapt.wrap_function_wrapper(trainer_base.PPOTrainer, name, wrapper)
 
 
 def correction_of(config) -> CorrectionSettings | None:
@@ -149,12 +151,28 @@ class Stage:
 
 def _compute_advantage(wrapped, trainer, args, kwargs):
     batch = wrapped(*args, **kwargs)
-    return Stage.of(trainer).correct(trainer, batch, kwargs["metrics"] if "metrics" in kwargs else args[1])
+    return after_advantages(trainer, batch, kwargs["metrics"] if "metrics" in kwargs else args[1])
 
 
 def _update_actor(wrapped, trainer, args, kwargs):
     batch = kwargs["batch"] if "batch" in kwargs else args[0]
-    metrics = kwargs["metrics"] if "metrics" in kwargs else args[1]
+    before_update(trainer, batch)
+    batch = wrapped(*args, **kwargs)
+    name_metrics(kwargs["metrics"] if "metrics" in kwargs else args[1])
+    return batch
+
+
+def after_advantages(trainer, batch, metrics: dict[str, Any]):
+    """What happens to a batch whose advantages verl has just computed; returns its handle."""
+    return Stage.of(trainer).correct(trainer, batch, metrics)
+
+
+def before_update(trainer, batch) -> None:
+    """Refuse a batch that did not pass the stage.
+
+    Raises:
+        ConfigError: a correction was asked for and the batch has no stamp of it.
+    """
     stage = Stage.of(trainer)
     if stage.method != "none" and batch.extra_info.pop(STAMP, None) != stage.method:
         raise ConfigError(
@@ -162,10 +180,12 @@ def _update_actor(wrapped, trainer, args, kwargs):
             f"a batch that did not pass the stage ({type(trainer).__name__} computes advantages past it)",
             "let its _compute_advantage call verl's, or remove is_correction",
         )
-    batch = wrapped(*args, **kwargs)
+
+
+def name_metrics(metrics: dict[str, Any]) -> None:
+    """Give the engine's figures, which verl logs as ``actor/fp8/*``, their own names; in place."""
     for key in [k for k in metrics if k.startswith("actor/fp8/")]:
         metrics[key.removeprefix("actor/")] = metrics.pop(key)
-    return batch
 
 
 def mini_batches(trainer) -> MiniBatches:

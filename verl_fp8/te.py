@@ -52,6 +52,16 @@ def _te() -> ModuleType:
     return te
 
 
+def te_settings(recipe: Recipe) -> dict[str, Any]:
+    """What :func:`te_recipe` sets, by the names of ``Float8BlockScaling`` and ``QParams``; plain, without TransformerEngine."""
+    return {
+        "fp8_format": recipe.fmt.upper(),
+        "backward_override": None if recipe.backward == "fp8" else recipe.backward,
+        "power_2_scale": recipe.scale_format == "pow2",
+        "amax_epsilon": recipe.eps,
+    }
+
+
 def te_recipe(recipe: Recipe) -> Any:
     """TransformerEngine's ``Float8BlockScaling`` for a recipe of ours.
 
@@ -68,15 +78,16 @@ def te_recipe(recipe: Recipe) -> Any:
             "TransformerEngine's blocks are 128x128",
             "set fp8.recipe.weight_block=[128,128]",
         )
-    override = None if recipe.backward == "fp8" else recipe.backward
+    settings = te_settings(recipe)
+    fmt, override = Format[settings["fp8_format"]], settings["backward_override"]
     # Explicit, since the defaults come from the environment (NVTE_BACKWARD_OVERRIDE, NVTE_FP8_BLOCK_SCALING_FP32_SCALES).
-    built = Float8BlockScaling(fp8_format=Format.E4M3, backward_override=override)
-    params = QParams(power_2_scale=recipe.scale_format == "pow2", amax_epsilon=recipe.eps)
+    built = Float8BlockScaling(fp8_format=fmt, backward_override=override)
+    params = QParams(power_2_scale=settings["power_2_scale"], amax_epsilon=settings["amax_epsilon"])
     for name in QPARAMS:
         setattr(built, name, params)
     wanted = {
         **dict.fromkeys(QPARAMS, params),
-        "fp8_format": Format.E4M3,
+        "fp8_format": fmt,
         "backward_override": override,
         "x_block_scaling_dim": 1,
         "w_block_scaling_dim": 2,

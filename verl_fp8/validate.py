@@ -19,6 +19,7 @@ from verl_fp8.errors import ConfigError
 from verl_fp8.exact_hf import check_config
 from verl_fp8.hardware import probe, resolve_backend, resolve_rollout_kernel
 from verl_fp8.layout import check_tensor_parallel, load_config, split_layers
+from verl_fp8.linear import check_experts
 from verl_fp8.settings import CorrectionSettings, Fp8Settings
 from verl_fp8.vllm_arguments import EXTENSION, environment, fp8_arguments
 from verl_fp8.wiring import check_fields, check_groups, check_nodes, check_vllm_arguments
@@ -84,9 +85,11 @@ def validate_run(config: DictConfig) -> RunSummary:
         return RunSummary(None, correction)
     _check_engine(config, asked)
     check_nodes(config)
-    _check_rollout(config, asked)
+    _check_rollout(config, fp8, asked)
     backend, kernel = _check_hardware(config, fp8)
     converted, kept = _check_model(config, fp8)
+    if fp8.mode == "unified" and backend is not None:
+        check_experts(converted, backend)
     return RunSummary(fp8, correction, converted, kept, backend, kernel)
 
 
@@ -148,17 +151,21 @@ def _check_engine(config: DictConfig, asked: str) -> None:
         _refuse(asked, config, "actor_rollout_ref.model.mtp.enable", ": not tried with FP8 weights", "set it to false or remove +fp8")
 
 
-def _check_rollout(config: DictConfig, asked: str) -> None:
+def _check_rollout(config: DictConfig, fp8: Fp8Settings, asked: str) -> None:
     base = "actor_rollout_ref.rollout"
     wanted = {
         "name": ("vllm", "the FP8 rollout is vLLM's"),
-        "quantization": ("fp8", "the rollout would not be the recipe's FP8"),
+        "quantization": (
+            (None, "fp8.mode=bf16 has no FP8 layer")
+            if fp8.layer_filter is None
+            else ("fp8", "the rollout would not be the recipe's FP8")
+        ),
         "dtype": ("bfloat16", "activations reach the quantiser in bf16"),
         "calculate_log_probs": (True, "the mismatch could not be seen"),
     }
     for key, (value, why) in wanted.items():
         if get(config, f"{base}.{key}") != value:
-            shown = str(value).lower() if isinstance(value, bool) else value
+            shown = {True: "true", None: "null"}.get(value, value)
             _refuse(asked, config, f"{base}.{key}", f": {why}", f"set {base}.{key}={shown}, or remove the override")
     if get(config, f"{base}.quantization_config_file"):
         _refuse(asked, config, f"{base}.quantization_config_file", "", "remove it; fp8.recipe.* describes the quantisation")
@@ -179,8 +186,10 @@ def _check_hardware(config: DictConfig, fp8: Fp8Settings) -> tuple[str | None, s
     machine = probe()
     if machine.capability is None and get(config, "trainer.device") != "cpu":
         return None, None
-    kernel = resolve_rollout_kernel(fp8.rollout_kernel, fp8.recipe, machine)
+    if fp8.layer_filter is None:
+        return "bf16", "bf16"
     backend = "bf16" if fp8.mode == "rollout" else resolve_backend("reference" if fp8.exact else fp8.backend, fp8.recipe, machine)
+    kernel = resolve_rollout_kernel(fp8.rollout_kernel, fp8.recipe, machine)
     path = "ray_kwargs.ray_init.runtime_env.env_vars"
     for name, value in environment(fp8, machine).items():
         found = get(config, f"{path}.{name}")
@@ -213,17 +222,33 @@ def _check_model(config: DictConfig, fp8: Fp8Settings) -> tuple[tuple[str, ...],
             "an already quantised one (quantization_config in its configuration)",
             f"set actor_rollout_ref.model.{key} to the unquantised model",
         )
-    converted, kept, shapes = split_layers(hf_config, fp8.layers)
+    converted, kept, shapes = split_layers(hf_config, fp8.layer_filter)
     tp = get(config, "actor_rollout_ref.rollout.tensor_model_parallel_size", 1)
     if type(tp) is not int or tp < 1:
         path = "actor_rollout_ref.rollout.tensor_model_parallel_size"
         _refuse("+fp8 with tensor parallelism", config, path, ", not a positive whole number", f"set {path} to one")
+    if fp8.layer_filter is None:
+        _check_bf16(fp8)
     if fp8.exact:
         _check_exact(config, fp8, hf_config, tp)
-    check_tensor_parallel(hf_config, shapes, converted, fp8.recipe.weight_block, tp)
+    # verl passes it on as vLLM's --enable-expert-parallel, over all ranks.
+    whole = number(config, "actor_rollout_ref.rollout.expert_parallel_size", 1) > 1
+    check_tensor_parallel(hf_config, shapes, converted, fp8.recipe.weight_block, tp, expert_parallel=whole)
     kwargs = OmegaConf.to_container(config.actor_rollout_ref.rollout.engine_kwargs.vllm, resolve=True)
     fp8_arguments(OmegaConf.to_container(config.fp8, resolve=True), node, kwargs)
     return converted, kept
+
+
+def _check_bf16(fp8: Fp8Settings) -> None:
+    """Without FP8 layers the keys that describe them would do nothing."""
+    plain = Fp8Settings(mode="bf16")
+    recipe, ours = fp8.recipe.to_dict(), plain.recipe.to_dict()
+    keys = {f"recipe.{k}": (v, ours[k]) for k, v in recipe.items() if k != "scale_format" and k in ours}
+    keys |= {"recipe.exclude": (fp8.layers.exclude, ()), "recipe.scale_format": (fp8.scale_format, "auto")}
+    keys |= {k: (getattr(fp8, k), getattr(plain, k)) for k in ("backend", "rollout_kernel", "weight_sync")}
+    for key, (found, default) in keys.items():
+        if found != default:
+            raise ConfigError("+fp8=bf16, which has no FP8 layer", f"fp8.{key}={found}", f"remove fp8.{key}, or use +fp8=unified")
 
 
 def _check_exact(config: DictConfig, fp8: Fp8Settings, hf_config: Any, tp: int) -> None:

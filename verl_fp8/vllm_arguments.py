@@ -23,7 +23,8 @@ def plain(node: Any) -> Any:
 def fp8_arguments(fp8: Any, model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The user's ``engine_kwargs.vllm`` with ours added.
 
-    ``hf_overrides.quantization_config`` is vLLM's fp8 block format with the exact names of the layers kept in bf16;
+    ``hf_overrides.quantization_config`` is vLLM's fp8 block format with the exact names of the layers kept in bf16
+    (absent for ``fp8.mode=bf16``);
     ``additional_config.verl_fp8`` carries the whole ``fp8`` node to the vLLM workers, whose kernel and handshake read it.
 
     Raises:
@@ -31,7 +32,7 @@ def fp8_arguments(fp8: Any, model: Any, kwargs: dict[str, Any]) -> dict[str, Any
     """
     fp8, model, kwargs = plain(fp8), plain(model), {k: plain(v) for k, v in kwargs.items()}
     settings = Fp8Settings.parse(fp8)
-    _, kept, _ = split_layers(load_config(model), settings.layers)
+    _, kept, _ = split_layers(load_config(model), settings.layer_filter)
     overrides = dict(kwargs.get("hf_overrides") or {})
     quantization = {
         "quant_method": "fp8",
@@ -40,13 +41,16 @@ def fp8_arguments(fp8: Any, model: Any, kwargs: dict[str, Any]) -> dict[str, Any
         "weight_block_size": list(settings.recipe.weight_block),
         "ignored_layers": sorted(kept),
     }
+    if settings.layer_filter is None:
+        quantization = None
     if overrides.get("quantization_config", quantization) != quantization:
         raise ConfigError(
             "+fp8 with its own quantization_config",
             "another one in actor_rollout_ref.rollout.engine_kwargs.vllm.hf_overrides",
             "remove hf_overrides.quantization_config; fp8.recipe.* sets it",
         )
-    for key, wanted in (("worker_extension_cls", EXTENSION), ("quantization", "fp8"), ("kv_cache_dtype", "auto")):
+    method = None if quantization is None else "fp8"
+    for key, wanted in (("worker_extension_cls", EXTENSION), ("quantization", method), ("kv_cache_dtype", "auto")):
         if kwargs.get(key, wanted) != wanted:
             raise ConfigError(
                 f"+fp8, which needs {key}={wanted}",
@@ -54,11 +58,13 @@ def fp8_arguments(fp8: Any, model: Any, kwargs: dict[str, Any]) -> dict[str, Any
                 f"remove engine_kwargs.vllm.{key}",
             )
     kwargs["worker_extension_cls"] = EXTENSION
-    kwargs["hf_overrides"] = {**overrides, "quantization_config": quantization}
+    kwargs["hf_overrides"] = overrides
+    if quantization is not None:
+        kwargs["hf_overrides"]["quantization_config"] = quantization
     if settings.lm_head == "fp32":
         kwargs["hf_overrides"]["head_dtype"] = "float32"
     kwargs["additional_config"] = {**(kwargs.get("additional_config") or {}), NODE: fp8}
-    if probe().capability is not None:
+    if probe().capability is not None and quantization is not None:
         pin_gpu_kernels(settings, probe(), kwargs)
     return kwargs
 
@@ -98,8 +104,8 @@ def pin_gpu_kernels(settings: Fp8Settings, hardware: Hardware, kwargs: dict[str,
 
 
 def environment(settings: Fp8Settings, hardware: Hardware) -> dict[str, str]:
-    """The variables vLLM's processes need beside their arguments (vllm/envs.py); empty without a GPU."""
-    if hardware.capability is None:
+    """The variables vLLM's processes need beside their arguments (vllm/envs.py); empty without a GPU or FP8 layers."""
+    if hardware.capability is None or settings.layer_filter is None:
         return {}
     kernel = resolve_rollout_kernel(settings.rollout_kernel, settings.recipe, hardware)
     deep_gemm = kernel == "deep_gemm"

@@ -7,7 +7,7 @@ The kernel goes into vLLM's own kernel table (vllm/model_executor/kernels/linear
 import torch
 import wrapt
 
-from verl_fp8 import exact
+from verl_fp8 import exact, vendored, vllm_moe_cpu
 from verl_fp8.contract import require
 from verl_fp8.numerics import QuantizedTensor, gemm, quantize
 from verl_fp8.rollout import DEQUANTIZED
@@ -25,8 +25,10 @@ def install() -> None:
     table = linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU]
     if all(k.__name__ != kernel.__name__ for k in table):
         table.insert(0, kernel)
-    if not isinstance(utils.dispatch_cpu_unquantized_gemm, wrapt.ObjectProxy):
-        wrapt.wrap_function_wrapper(utils, "dispatch_cpu_unquantized_gemm", _live_weight)
+    name = "dispatch_cpu_unquantized_gemm"
+    if not isinstance(utils.dispatch_cpu_unquantized_gemm, wrapt.FunctionWrapper) and not vendored.carries(utils, name):
+        wrapt.wrap_function_wrapper(utils, name, _live_weight)
+    vllm_moe_cpu.install()
 
 
 def _live_weight(wrapped, instance, args, kwargs):
@@ -34,9 +36,14 @@ def _live_weight(wrapped, instance, args, kwargs):
     # the old values. F.linear on the live parameter is as fast at rollout sizes and always current.
     layer = args[0] if args else kwargs["layer"]
     if layer.weight.ndim == 2:
-        layer.cpu_linear = _exact_dense(layer) if _exact_run() else torch.nn.functional.linear
+        layer.cpu_linear = live_linear(layer)
         return None
     return wrapped(*args, **kwargs)
+
+
+def live_linear(layer: torch.nn.Module):
+    """The product (x, weight, bias) of an unquantised layer, on the parameter as it is when called."""
+    return _exact_dense(layer) if _exact_run() else torch.nn.functional.linear
 
 
 def _exact_run() -> bool:

@@ -21,6 +21,7 @@ import torch
 import wrapt
 
 from verl_fp8 import numerics, scaled_mm
+from verl_fp8.contract import require
 from verl_fp8.errors import ContractError
 from verl_fp8.hardware import probe
 from verl_fp8.numerics import QuantizedTensor
@@ -34,6 +35,7 @@ _MANTISSA = 0x7FFFFF
 
 def install() -> None:
     """Idempotent: vLLM loads general plugins once a process but may call the function again."""
+    require("vllm_gpu")
     from vllm.model_executor.custom_op import CustomOp, op_registry_oot
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
@@ -52,7 +54,7 @@ def install() -> None:
         kernel = scaled_mm_kernel()
         table.insert(0, kernel)
         linear._LINEAR_BACKEND_KERNEL_MAP["torch"].add(kernel)
-    if not isinstance(getattr(fp8_utils, _REQUANT), wrapt.ObjectProxy):
+    if not isinstance(getattr(fp8_utils, _REQUANT), wrapt.FunctionWrapper):
         wrapt.wrap_function_wrapper(fp8_utils, _REQUANT, _keep_power_of_two)
 
 

@@ -1,7 +1,7 @@
 """Whether the groups ``fp8`` and ``is_correction`` act: every place they set must still hold what they set there.
 
-Hydra lets a value on the command line win over a group, appends an unknown group as a plain string, and takes keys nobody
-reads. Each of these leaves a run that trains without what was asked for, so each is looked for.
+Hydra lets a value on the command line win over a group, appends an unknown group as a plain string, and takes keys
+nobody reads. Each of these leaves a run that trains without what was asked for, so each is looked for.
 """
 
 import dataclasses
@@ -48,8 +48,8 @@ def check_groups(config: DictConfig) -> None:
     """Refuse a switch at a place nothing reads (``+actor_rollout_ref.fp8=unified``, ``+is_corection=ais``), and a group
     without its choice (``+fp8=wiring``).
 
-    Other people's keys of the same name stay theirs (Megatron has ``override_transformer_config.fp8``): only a value that is
-    one of ours counts.
+    Other people's keys of the same name stay theirs (Megatron has ``override_transformer_config.fp8``): only a value
+    that is one of ours counts.
 
     Raises:
         ConfigError: names the key.
@@ -72,7 +72,7 @@ def check_groups(config: DictConfig) -> None:
             raise ConfigError(
                 f"{path}={value}",
                 f"a key that nothing reads; the group is {group}, at the top level",
-                f"write +{group}={value if isinstance(value, str) else '<choice>'}, with one of {', '.join(GROUPS[group])}",
+                f"write +{group}=<choice>, with one of {', '.join(GROUPS[group])}",
             )
 
 
@@ -147,9 +147,13 @@ def check_vllm_arguments(config: DictConfig, asked: str) -> None:
         plain = str(name).replace("-", "_").split(".")[0].rstrip("+")
         means = plain if plain in _JUDGED else next((j for j in _JUDGED if j.startswith(plain)), None)
         if means is not None and name != means:
-            raise ConfigError(asked, f"{_VLLM}.{name}={value}, which vLLM reads as {means}", f"write it {_VLLM}.{means}")
+            raise ConfigError(
+                asked, f"{_VLLM}.{name}={value}, which vLLM reads as {means}", f"write it {_VLLM}.{means}"
+            )
         if name in _MAPPINGS and value is not None and not isinstance(value, DictConfig):
-            raise ConfigError(asked, f"{_VLLM}.{name}={value!r}, which is no mapping", f"write {_VLLM}.{name}.<key>=<value>")
+            raise ConfigError(
+                asked, f"{_VLLM}.{name}={value!r}, which is no mapping", f"write {_VLLM}.{name}.<key>=<value>"
+            )
     if NODE in (arguments.get("additional_config") or {}):
         raise ConfigError(asked, f"{_VLLM}.additional_config.{NODE}, which the group fp8 fills", "remove it; set fp8.*")
     own = (
@@ -160,7 +164,9 @@ def check_vllm_arguments(config: DictConfig, asked: str) -> None:
     for name, owner in own:
         value = arguments.get(name)
         if value is not None and value != OmegaConf.select(config, owner):
-            raise ConfigError(asked, f"{_VLLM}.{name}={value} beside {owner}={OmegaConf.select(config, owner)}", f"set {owner} only")
+            raise ConfigError(
+                asked, f"{_VLLM}.{name}={value} beside {owner}={OmegaConf.select(config, owner)}", f"set {owner} only"
+            )
     if arguments.get("enable_lora"):
         raise ConfigError(asked, f"{_VLLM}.enable_lora={arguments.enable_lora}", f"remove {_VLLM}.enable_lora")
 

@@ -1,4 +1,4 @@
-"""What ``python -m verl.trainer.main_ppo`` does on the driver before Ray starts, for many command lines in one process."""
+"""What ``python -m verl.trainer.main_ppo`` does on the driver before Ray starts, for many lines in one process."""
 
 import contextlib
 import io
@@ -37,7 +37,7 @@ def start(config: DictConfig) -> None:
 
 
 def refusal(act, *args, **kwargs) -> str | None:
-    """The sentence of the exception that ``act`` ends with: ours if there is one behind it, else all of the chain; or None."""
+    """The sentence of the exception that ``act`` ends with: ours if one is behind it, else the whole chain; or None."""
     try:
         act(*args, **kwargs)
     except Exception as error:  # noqa: BLE001 - whatever refuses the run is the answer

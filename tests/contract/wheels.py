@@ -19,7 +19,7 @@ def unpacked(cache: pytest.Cache, name: str, version: str, *suffixes: str) -> Pa
 
     Skips the test if the package index cannot be reached.
     """
-    folder = cache.mkdir("wheels") / f"{name}-{version}"
+    folder = cache.mkdir("wheels") / "-".join((name, version, *(s.strip(".") for s in suffixes)))
     if (folder / ".complete").exists():
         return folder
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), f"{name}=={version}"]

@@ -17,6 +17,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 import checks  # noqa: E402
 import common  # noqa: E402
 import models  # noqa: E402
+import part_exact  # noqa: E402
 import speed  # noqa: E402
 
 PARTS = {
@@ -35,6 +36,7 @@ PARTS = {
     "ais": speed.ais,
     "model log-probs": models.model_log_probs,
     "batch sizes": checks.batch_sizes,
+    **part_exact.PARTS,
 }
 
 

@@ -21,7 +21,9 @@ def group(name: str, choice: str):
 
 def fp8(node=None, **changes) -> Fp8Settings:
     """Parsed as on a machine without a GPU."""
-    return Fp8Settings.parse(OmegaConf.merge(group("fp8", "unified") if node is None else node, changes), capability=None)
+    return Fp8Settings.parse(
+        OmegaConf.merge(group("fp8", "unified") if node is None else node, changes), capability=None
+    )
 
 
 def correction(method: str = "ais", **changes) -> CorrectionSettings:
@@ -78,7 +80,7 @@ def test_the_scale_format_follows_the_machine_unless_asked_for(requested, capabi
 
 def test_float_scales_on_blackwell_are_refused():
     """Its tensor cores take UE8M0 scales only."""
-    with pytest.raises(ConfigError, match="fp8.recipe.scale_format=fp32.*10.0"):
+    with pytest.raises(ConfigError, match=r"fp8.recipe.scale_format=fp32.*10\.0"):
         Fp8Settings.parse({"recipe": {"scale_format": "fp32"}}, capability=(10, 0))
 
 
@@ -124,7 +126,7 @@ def test_a_wrong_value_of_is_correction_names_its_key(key, value):
 @pytest.mark.parametrize("exclude", [None, "lm_head", [1], [""], {}, 3])
 def test_a_wrong_exclude_names_its_key(exclude):
     """A string would be read as a list of letters, an empty pattern would match nothing."""
-    with pytest.raises(ConfigError, match="fp8.recipe.exclude"):
+    with pytest.raises(ConfigError, match=r"fp8\.recipe\.exclude"):
         Fp8Settings.parse({"recipe": {"exclude": exclude}}, capability=None)
 
 
@@ -152,7 +154,9 @@ def test_a_key_of_another_method_is_refused(method):
 
 
 @pytest.mark.parametrize("node", [None, 1, True, ["unified"]])
-@pytest.mark.parametrize("parse", [lambda n: Fp8Settings.parse(n, capability=None), CorrectionSettings.parse], ids=["fp8", "is_correction"])
+@pytest.mark.parametrize(
+    "parse", [lambda n: Fp8Settings.parse(n, capability=None), CorrectionSettings.parse], ids=["fp8", "is_correction"]
+)
 def test_a_node_that_is_no_mapping_is_refused(parse, node):
     """Hydra takes ``+fp8=[unified]`` too."""
     with pytest.raises(ConfigError, match=r"select the group"):
@@ -160,7 +164,8 @@ def test_a_node_that_is_no_mapping_is_refused(parse, node):
 
 
 @pytest.mark.parametrize(
-    ("parse", "key"), [(lambda n: Fp8Settings.parse(n, capability=None), "fp8"), (CorrectionSettings.parse, "is_correction")]
+    ("parse", "key"),
+    [(lambda n: Fp8Settings.parse(n, capability=None), "fp8"), (CorrectionSettings.parse, "is_correction")],
 )
 def test_a_string_says_that_the_group_was_not_found(parse, key):
     """What Hydra leaves behind when the package was not there: the fail-open case."""
