@@ -187,7 +187,7 @@ def exact_model(config: Any, settings: Fp8Settings) -> tuple[nn.Module, Any, tor
     return model, tokenizer, ids, start
 
 
-NEW_TOKENS = 24
+NEW_TOKENS = 16
 
 
 def attribute_command(arguments: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""What the facts of :mod:`verl_fp8.facts` mean: findings, each with what to do about it. Judges only; touches nothing."""
+"""What the facts of :mod:`verl_fp8.facts` mean: findings, each with what to do. Judges only; touches nothing."""
 
 import importlib.util
 from collections import Counter
@@ -9,10 +9,10 @@ from typing import Any
 OK, WARN, FAIL = "ok", "warn", "fail"
 # Docker's default size of /dev/shm (docker run --shm-size); Ray's object store alone wants more.
 DOCKER_SHM = 64 << 20
-# verl's default of rollout.checkpoint_engine.update_weights_bucket_megabytes (trainer/config/rollout/rollout.yaml): what one
-# weight sync puts there for each rank where CUDA IPC is not available.
+# verl's default of rollout.checkpoint_engine.update_weights_bucket_megabytes (trainer/config/rollout/rollout.yaml):
+# what one weight sync puts there for each rank where CUDA IPC is not available.
 BUCKET = 2048 << 20
-# Variables that change what a process does with the switches; the rest of what differs between nodes is only worth a warning.
+# Variables that change what a process does with the switches; of the rest a difference is only worth a warning.
 DECISIVE = (
     "VERL_PLATFORM",
     "VERL_USE_EXTERNAL_PLUGINS",
@@ -88,7 +88,7 @@ _HELP = {
     "vllm": "`python -c 'import vllm'`; reinstall vLLM for this torch",
     "torch": "`python -c 'import torch'`",
     "flash_attn": "reinstall it for this torch: pip install --no-build-isolation flash-attn==2.8.3",
-    "transformer_engine": "pip install --no-build-isolation 'transformer-engine[pytorch]==2.20.2' for this torch and CUDA",
+    "transformer_engine": "pip install --no-build-isolation 'transformer-engine[pytorch]==2.20.2' for this torch",
     "hardware": "pip install verl-fp8 on this node",
     "symbols": "pip install verl-fp8 on this node",
 }
@@ -174,7 +174,7 @@ def _versions(versions: dict, facts: dict) -> Iterator[tuple]:
 
 
 def _supported(name: str) -> Any:
-    """The range of contract.VERSIONS, or pyproject's floor of torch; None where there is none or packaging is missing."""
+    """The range of contract.VERSIONS, or pyproject's floor of torch; None without one, or without packaging."""
     if importlib.util.find_spec("packaging") is None:
         return None
     from packaging.specifiers import SpecifierSet
@@ -271,7 +271,9 @@ def _vllm(vllm: dict, facts: dict) -> Iterator[tuple]:
     found = f"{vllm['platform']}: {', '.join(usable) or 'none'}{'; not ' + ', '.join(others) if others else ''}"
     needless = facts.get("hardware", {}).get("capability") is None and vllm["platform"] == "CUDA"
     good = bool(usable) or needless
-    fix = "set VERL_PLATFORM=cpu" if _cpu_build_alone(facts) else "install a vLLM built for this GPU"
+    fix = "install a vLLM built for this GPU"
+    if vllm["platform"] == "CPU":
+        fix = "set VERL_PLATFORM=cpu" if _cpu_build_alone(facts) else "let vLLM load the plugin: ours is the CPU kernel"
     yield "vLLM's FP8 block kernels", OK if good else FAIL, found, "" if good else fix
 
 
@@ -304,7 +306,7 @@ def _symbols(symbols: list, facts: dict) -> Iterator[tuple]:
         yield (
             "hooks",
             WARN,
-            f"{skipped} of {len(symbols)} not looked at: {', '.join(p for p, i in installed.items() if not i)} not installed",
+            f"{skipped} of {len(symbols)} not looked at: no {', '.join(p for p, i in installed.items() if not i)}",
             "install it",
         )
 
@@ -331,7 +333,8 @@ def _shared_memory(shm: dict, facts: dict) -> Iterator[tuple]:
             "/dev/shm",
             WARN,
             f"{found}: less than one bucket of a weight sync ({_bytes(BUCKET)}), which needs it without CUDA IPC",
-            "start the container with --shm-size=32g, or lower actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes",
+            "start the container with --shm-size=32g, or lower "
+            "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes",
         )
     else:
         yield "/dev/shm", OK, found

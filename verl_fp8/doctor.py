@@ -1,8 +1,8 @@
 """``verl-fp8 doctor [--ray ADDRESS] [--json]``: what a machine, or every node of a Ray cluster, lacks for an FP8 run.
 
-The facts are gathered by :mod:`verl_fp8.facts` in a process of its own: here, and with an address in a Ray worker of every
-node, as a run's own workers are started; :mod:`verl_fp8.diagnosis` judges them. Needs nothing but the standard library: any
-one broken package, or all of them missing, is a finding like any other.
+The facts are gathered by :mod:`verl_fp8.facts` in a process of its own: here, and with an address in a Ray worker of
+every node, as a run's own workers are started; :mod:`verl_fp8.diagnosis` judges them. Needs nothing but the standard
+library: any one broken package, or all of them missing, is a finding like any other.
 """
 
 import importlib.util
@@ -102,7 +102,8 @@ def _gather_source() -> str:
 
 def _runtime_environment() -> dict[str, Any]:
     """What verl gives its workers (trainer/constants_ppo.py), or nothing where verl does not import."""
-    code = "import json; from verl.trainer.constants_ppo import get_ppo_ray_runtime_env as g; print('\\n' + json.dumps(g()))"
+    module = "verl.trainer.constants_ppo"
+    code = f"import json; from {module} import get_ppo_ray_runtime_env as get; print('\\n' + json.dumps(get()))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT, check=False)
     if run.returncode:
         return {}

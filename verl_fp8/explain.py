@@ -1,8 +1,8 @@
 """``verl-fp8 explain [--shell | --json] <verl overrides>``: the raw settings that the switches expand to.
 
-Nothing here is a list of what the groups set: the command line is composed with and without the switches, vLLM's arguments are
-computed for both, and the two are compared. Only the reasons are written down (:data:`REASONS`), and a test asks that every
-difference has one. As ``check``, it takes ``--capability 9.0`` first, for another machine.
+Nothing here is a list of what the groups set: the command line is composed with and without the switches, vLLM's
+arguments are computed for both, and the two are compared. Only the reasons are written down (:data:`REASONS`), and a
+test asks that every difference has one. As ``check``, it takes ``--capability 9.0`` first, for another machine.
 """
 
 import contextlib
@@ -35,21 +35,21 @@ REASONS: dict[str, str] = {
     "actor_rollout_ref.*.fsdp_config._target_": "an engine configuration that carries fp8; it selects the FP8 engine",
     "actor_rollout_ref.*.fsdp_config.fp8": "the one fp8 node, as actor and reference policy read it",
     "actor_rollout_ref.rollout._target_": "computes vLLM's arguments from the same recipe and list of layers",
-    "actor_rollout_ref.*._target_": "checks the whole configuration on the driver; an FP8 actor's engine is chosen by it",
+    "actor_rollout_ref.*._target_": "checks the whole configuration on the driver; chooses an FP8 actor's engine",
     "actor_rollout_ref.*.strategy": "the FP8 engine is verl's FSDP2 engine",
     "actor_rollout_ref.rollout.quantization": "vLLM loads its linear layers as block FP8",
-    "actor_rollout_ref.rollout.calculate_log_probs": "the rollout's log-probs are one half of the ratio that is measured and corrected",
-    "actor_rollout_ref.rollout.fp8_model.*": "the model whose layers are listed, for a rollout that starts without the model node",
+    "actor_rollout_ref.rollout.calculate_log_probs": "the rollout's half of the ratio that is measured and corrected",
+    "actor_rollout_ref.rollout.fp8_model.*": "the model whose layers are listed; a rollout has no model node",
     "actor_rollout_ref.rollout.fp8": "the one fp8 node, as the rollout reads it",
     f"{_VLLM}.worker_extension_cls": "loads the trainer's codes as they are, and compares every one of them",
-    f"{_VLLM}.hf_overrides.quantization_config.ignored_layers": "the layers that stay in bf16, by name: the trainer's list",
-    f"{_VLLM}.hf_overrides.quantization_config.*": "vLLM's description of the recipe: E4M3, its blocks, activations quantised per token",
+    f"{_VLLM}.hf_overrides.quantization_config.ignored_layers": "the layers that stay in bf16: the trainer's list",
+    f"{_VLLM}.hf_overrides.quantization_config.*": "vLLM's description of the recipe's format and blocks",
     f"{_VLLM}.hf_overrides.head_dtype": "fp8.lm_head=fp32: logits in float32, as the trainer's",
     f"{_VLLM}.additional_config.verl_fp8": "the fp8 node for vLLM's workers: kernel, quantiser and handshake read it",
     f"{_VLLM}.linear_backend": "fp8.rollout_kernel: vLLM would choose a kernel by shape, each with numerics of its own",
     f"{_VLLM}.moe_backend": "fp8.rollout_kernel, for experts",
-    f"{_VLLM}.compilation_config.pass_config.*": "off: fusion quantises inside other kernels, before the rounding to bf16 that the trainer has",
-    "ray_kwargs.ray_init.runtime_env.env_vars.*": "an exported variable would not reach the workers of a Ray cluster that is already up",
+    f"{_VLLM}.compilation_config.pass_config.*": "off: fusion would quantise before the rounding to bf16",
+    "ray_kwargs.ray_init.runtime_env.env_vars.*": "an exported variable reaches no Ray cluster that is already up",
     "algorithm.rollout_correction.*": "verl's own correction, as the method's preset has it",
     "te.*": "TransformerEngine's Float8BlockScaling, set on the instance: its defaults come from environment variables",
 }

@@ -1,8 +1,8 @@
 """What one process of a run sees, for :mod:`verl_fp8.doctor`: run as a script, it prints one line of JSON a section.
 
-It runs in a process of its own, on this machine and in a Ray worker of every node, where its source is sent: this file imports
-nothing outside the standard library unless asked what is there, and a section that fails, or kills the process, costs only
-itself.
+It runs in a process of its own, on this machine and in a Ray worker of every node, where its source is sent: this file
+imports nothing outside the standard library unless asked what is there, and a section that fails, or kills the process,
+costs only itself.
 """
 
 import glob

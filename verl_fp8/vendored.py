@@ -1,4 +1,4 @@
-"""Whether a module of verl or vLLM has one of our hooks in its source already (patches/), so that the runtime hook stays away.
+"""Whether a module of verl or vLLM has one of our hooks in its source (patches/): the runtime hook then stays away.
 
 The patched source says so itself, in a constant beside the change: nothing is guessed from versions or code.
 """

@@ -99,7 +99,7 @@ def gather_with(**environment) -> dict:
     "extras", [(), ("packaging",), ("packaging", "rich", "pygments", "markdown_it", "mdurl")], ids=len
 )
 def test_it_runs_with_nothing_but_the_package(root, tmp_path, extras):
-    """Python without site-packages and this package alone (and the little it prints with): each missing package is a finding."""
+    """No site-packages, this package alone (and the little it prints with): each missing package is a finding."""
     site = (
         Path(sys.modules["packaging"].__file__).parents[1]
         if "packaging" in sys.modules
@@ -187,9 +187,8 @@ def test_leftovers_of_weight_syncs_are_found_and_those_in_use_are_not():
         left.close()
         for name in (used.name, left.name):
             os.utime(f"/dev/shm/{name}", (time.time() - 3600,) * 2)
-        stale = gather(source().replace("SECTIONS = (process,", "SECTIONS = (shared_memory,) or (process,"))[
-            "shared_memory"
-        ]["stale"]
+        only = "SECTIONS = (shared_memory,)\nmain()\n"
+        stale = gather(source().partition("if __name__ ==")[0] + only)["shared_memory"]["stale"]
         assert left.name in stale and used.name not in stale
         finding = by(judge(shm(1 << 35, stale={left.name: 4096})), WARN)["/dev/shm leftovers"]
         assert "verl_weights_*" in finding["fix"]
@@ -238,7 +237,7 @@ def test_differences_between_nodes_are_findings(healthy):
 
 @pytest.mark.slow
 def test_a_node_without_our_environment_is_named():
-    """A real cluster of two nodes, one raylet started without VERL_PLATFORM: its workers are asked, and only it is named."""
+    """A real cluster of two nodes, one started without VERL_PLATFORM: its workers are asked, only it is named."""
     code = """
 import json, os, sys
 from ray.cluster_utils import Cluster

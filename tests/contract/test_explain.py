@@ -63,7 +63,7 @@ def fragment(text: str) -> tuple[list[str], list[str]]:
 
 @pytest.mark.parametrize(("hardware", "line"), LINES, ids=IDS)
 def test_every_setting_has_a_reason_and_was_different(job, hardware, line):
-    """Whatever differs between the two compositions is listed with a reason; the other way round, nothing equal is listed."""
+    """Whatever differs between the two compositions is listed with a reason, and nothing that is equal."""
     settings = explained(job, hardware, line)
     assert settings
     for s in settings:
@@ -99,7 +99,7 @@ def test_every_reason_is_needed(job, tiny_model, tmp_path):
 
 @pytest.mark.parametrize(("hardware", "line"), LINES, ids=IDS)
 def test_the_fragment_composes_what_the_switches_compose(job, hardware, line):
-    """Pasted instead of the switches, bash's own reading of the fragment gives the same run: configuration, layers, vLLM arguments."""
+    """Pasted instead of the switches, the fragment as bash reads it gives the same configuration and layers."""
     switches, settings = line.split(), explained(job, hardware, line)
     with assume(hardware or Hardware()):
         stock, ours = fragment(shell(settings))
@@ -127,7 +127,8 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 config = compose(sys.argv[1:])
 assert "verl_fp8.plugin" not in sys.modules
 validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
-print(type(omega_conf_to_dataclass(config.actor_rollout_ref.rollout)).__module__, config.algorithm.rollout_correction.rollout_is)
+rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+print(type(rollout).__module__, config.algorithm.rollout_correction.rollout_is)
 """
     environment = {**os.environ, "VERL_USE_EXTERNAL_PLUGINS": "none", "VERL_PLATFORM": ""}
     run = subprocess.run(

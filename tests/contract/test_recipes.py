@@ -75,7 +75,7 @@ MODELS = {
         "router_aux_loss_coef": 0.001,
     },
 }
-# Published sizes in billions of parameters, and the bytes each takes in training: fp32 weight, gradient and Adam's two moments.
+# Published sizes in billions of parameters; bytes each takes in training: fp32 weight, gradient, Adam's two moments.
 BILLIONS = {"Qwen/Qwen3-4B": 4.0, "Qwen/Qwen3-8B": 8.2, "Qwen/Qwen3-30B-A3B": 30.5}
 BYTES = 16
 H100 = Hardware((9, 0), (13, 0), "2.20.2")
@@ -188,7 +188,7 @@ def test_a_recipe_does_what_its_name_says(name, folders):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_longest_answer_and_the_training_state_fit(name, folders):
-    """A GPU's token budget holds one whole sequence, and the fp32 training state leaves room on 80 GB beside vLLM's share."""
+    """A GPU's token budget holds one whole sequence; the fp32 training state fits into 80 GB beside vLLM's share."""
     config = composed(name, folders)
     actor, rollout, trainer = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.trainer
     longest = config.data.max_prompt_length + config.data.max_response_length

@@ -10,7 +10,7 @@ import pytest
 
 from tests.contract.wheels import unpacked
 
-# Tests in verl's wheel that start Ray clusters of their own or want models: they say nothing more here, and take minutes.
+# Tests in verl's wheel that start Ray clusters of their own or want models: minutes, for nothing more.
 LEFT_OUT = ("single_controller", "agent_loop")
 
 
