@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO with unified FP8 and AIS on a machine without a GPU: installs, makes model and data, trains, prints a summary.
-#   bash recipes/quickstart.sh [--model smollm2|tiny] [--steps N] [--fp8 unified|rollout|off] [--correction ais|none]
-#                              [extra verl overrides]
+#   bash recipes/quickstart.sh [--model smollm2|tiny] [--steps N] [--fp8 unified|rollout|bf16|off]
+#                              [--correction ais|tis|tis_seq|icepop|mis|geo_rs|k3_rs|none|off] [--out DIR] [extra verl overrides]
 MODEL=smollm2 STEPS="" FP8=unified CORRECTION=ais OUT="" EXTRA=()
 usage() { sed -n '2,4p' "${BASH_SOURCE[0]}" | cut -c3-; }
 need() { [ $# -ge 2 ] || { echo "quickstart: $1 needs a value" >&2; usage >&2; exit 2; }; }
@@ -18,7 +18,7 @@ while [ $# -gt 0 ]; do
   esac
 done
 case "$MODEL" in smollm2|tiny) ;; *) echo "quickstart: --model is smollm2 or tiny, not $MODEL" >&2; exit 2 ;; esac
-case "$FP8" in unified|rollout|off) ;; *) echo "quickstart: --fp8 is unified, rollout or off, not $FP8" >&2; exit 2 ;; esac
+case "$FP8" in unified|rollout|bf16|off) ;; *) echo "quickstart: --fp8 is unified, rollout, bf16 or off, not $FP8" >&2; exit 2 ;; esac
 case "$STEPS" in ""|[1-9]|[1-9][0-9]|[1-9][0-9][0-9]) ;; *) echo "quickstart: --steps is a whole number from 1 to 999, not $STEPS" >&2; exit 2 ;; esac
 
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -38,7 +38,12 @@ else
          data.max_prompt_length=32 data.max_response_length=8 actor_rollout_ref.rollout.max_model_len=64
          actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32
          actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32)
-  [ "$FP8" = off ] || ARGS+=('fp8.recipe.weight_block=[64,64]')
+  if [ "$FP8" = off ]; then
+    # Stock verl sends a tied lm_head a second time, and vLLM refuses it unless all weights come in one bucket.
+    ARGS+=(actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=1024)
+  else
+    ARGS+=('fp8.recipe.weight_block=[64,64]')
+  fi
 fi
 [ "$FP8" = off ] || ARGS+=("+fp8=$FP8")
 [ "$CORRECTION" = off ] || ARGS+=("+is_correction=$CORRECTION")

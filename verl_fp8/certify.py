@@ -19,6 +19,7 @@ of differences nobody would call an error), and the first point of the forward p
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -197,11 +198,17 @@ def roll_out(config: DictConfig, fp8: Fp8Settings, stream: dict[str, torch.Tenso
             [sys.executable, "-m", "verl_fp8.certify_rollout", name], env=env, capture_output=True, text=True, check=False
         )
         if child.returncode:
-            lines = [line for line in child.stderr.splitlines() if line.strip()]
-            raise SyncError("a rollout by vLLM", f"its process failed: {lines[-1] if lines else child.returncode}", "see its error; try verl-fp8 check")
+            raise SyncError("a rollout by vLLM", f"its process failed: {last_error(child.stderr) or child.returncode}", "correct what it names")
         result = json.loads((folder / "result.json").read_text())
         held, points = load_file(folder / "held.safetensors"), folder / "points.safetensors"
         return result, held, load_file(points) if points.exists() else None
+
+
+def last_error(stderr: str) -> str:
+    """The last exception of a traceback on stderr, at most 400 characters; it may have several lines."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    starts = [i for i, line in enumerate(lines) if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return " ".join(lines[starts[-1] :] if starts else lines[-1:])[:400]
 
 
 def differing_bytes(held: dict[str, torch.Tensor], sent: dict[str, torch.Tensor]) -> list[str]:

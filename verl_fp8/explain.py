@@ -204,7 +204,8 @@ def hydra_value(value: Any) -> str:
         return f"{{{','.join(f'{k}:{hydra_value(v)}' for k, v in value.items())}}}"
     # A digit first could be read as a number (0.5_5.0), and true, null and the like as what they say.
     plain = re.fullmatch(r"[A-Za-z_/][\w./:-]*", value) and value.lower() not in ("true", "false", "null", "nan", "inf")
-    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+    # Hydra takes a backslash as itself except before a quote, the closing one included.
+    escaped = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value)
     return value if plain else f"'{escaped}'"
 
 

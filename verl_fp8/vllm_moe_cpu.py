@@ -8,7 +8,6 @@ and quantises no activations; its bf16 class packs the weights when it is built,
 import torch
 import wrapt
 
-from verl_fp8 import exact
 from verl_fp8.contract import require
 from verl_fp8.experts import mix_experts
 from verl_fp8.numerics import QuantizedTensor, gemm, quantize
@@ -144,9 +143,7 @@ def reference_experts() -> type:
 
         def __init__(self, moe_config, quant_config):
             super().__init__(moe_config, quant_config)
-            settings = settings_of(get_current_vllm_config())
-            self.recipe = settings.recipe
-            self.accumulate = exact.WIDE if settings.exact else torch.float32
+            self.recipe = settings_of(get_current_vllm_config()).recipe
 
         def product(self, x, weight, which, expert):
             recipe = self.recipe
@@ -155,12 +152,12 @@ def reference_experts() -> type:
             operand = kept.get((which, expert))
             if operand is None:
                 scale_inv = (self.w1_scale if which == "w1" else self.w2_scale)[expert]
-                operand = QuantizedTensor(weight[expert], scale_inv, recipe.weight_block).dequantize(self.accumulate)
+                operand = QuantizedTensor(weight[expert], scale_inv, recipe.weight_block).dequantize()
                 kept[which, expert] = operand
             quantized = quantize(
                 x, recipe.activation_block, scale_format=recipe.scale_format, eps=recipe.eps, check_finite=False
             )
-            return gemm(quantized, operand, x.dtype, accumulate=self.accumulate)
+            return gemm(quantized, operand, x.dtype)
 
     return ReferenceFp8Experts
 

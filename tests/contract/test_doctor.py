@@ -239,28 +239,26 @@ def test_differences_between_nodes_are_findings(healthy):
 def test_a_node_without_our_environment_is_named():
     """A real cluster of two nodes, one started without VERL_PLATFORM: its workers are asked, only it is named."""
     code = """
-import json, os, sys
-from ray.cluster_utils import Cluster
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-os.environ.pop("VERL_PLATFORM")
-os.environ["VERL_USE_EXTERNAL_PLUGINS"] = "none"
-cluster.add_node(num_cpus=1)
-cluster.wait_for_nodes()
-os.environ["VERL_PLATFORM"] = "cpu"
-del os.environ["VERL_USE_EXTERNAL_PLUGINS"]
+import json, os
 from dataclasses import asdict
+from ray.cluster_utils import Cluster
 from verl_fp8.doctor import examine
-findings, places = examine(cluster.address)
-cluster.shutdown()
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+try:
+    os.environ.pop("VERL_PLATFORM")
+    os.environ["VERL_USE_EXTERNAL_PLUGINS"] = "none"
+    cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+    os.environ["VERL_PLATFORM"] = "cpu"
+    del os.environ["VERL_USE_EXTERNAL_PLUGINS"]
+    findings, places = examine(cluster.address)
+finally:
+    cluster.shutdown()
 print(json.dumps({"findings": [asdict(f) for f in findings], "places": list(places)}))
 """
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        env={**os.environ, "VERL_PLATFORM": "cpu"},
-    )
+    # Interrupted, not killed, if it takes too long: the cluster is taken down then too.
+    command = ["timeout", "-s", "INT", "-k", "60", "1800", sys.executable, "-c", code]
+    run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "VERL_PLATFORM": "cpu"})
     assert run.returncode == 0, run.stderr[-3000:]
     answer = json.loads(run.stdout.splitlines()[-1])
     assert len(answer["places"]) == 3 and answer["places"][0] == "here"

@@ -109,6 +109,7 @@ def test_the_fragment_composes_what_the_switches_compose(job, hardware, line):
     for path in [p for p in computed if OmegaConf.select(by_hand, p, default=ABSENT) != ABSENT]:
         assert path.startswith(V) and OmegaConf.select(by_switch, path) is None
     for node in (by_hand, by_switch):
+        OmegaConf.set_struct(node, False)
         for key in {p.removeprefix(f"{V}.").split(".")[0] for p in computed if p.startswith(V)}:
             node.actor_rollout_ref.rollout.engine_kwargs.vllm.pop(key, None)
     assert OmegaConf.to_container(by_hand, resolve=True) == OmegaConf.to_container(by_switch, resolve=True)

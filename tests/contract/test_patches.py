@@ -221,7 +221,7 @@ def test_a_cpu_process_group_starts(patched, version):
         "assert not isinstance(start, wrapt.FunctionWrapper)\n"
         "start(); print(d.get_backend())"
     )
-    assert python(patched(version), code).split()[-1] == "gloo"
+    assert python(patched(version), code).split()[-1] == "cpu:gloo"
 
 
 SYNC = """

@@ -124,7 +124,8 @@ def test_a_recipe_is_values_only(name):
             if isinstance(value, dict):
                 walk(value)
 
-    walk({k: v for k, v in recipe.items() if k != "defaults"})
+    # The user's own keys of the group, which are values too, stand under fp8 at the top.
+    walk({k: v for k, v in recipe.items() if k not in ("defaults", "fp8")})
     assert not keys & {
         "_target_",
         "fp8",
@@ -158,7 +159,8 @@ def test_every_key_of_a_recipe_is_one_of_verls(name):
             if isinstance(value, dict):
                 walk(value, known[key], f"{path}{key}.")
 
-    walk({k: v for k, v in written(name).items() if k != "defaults"}, stock, "")
+    # Keys under fp8 are judged by its own settings, see the next test.
+    walk({k: v for k, v in written(name).items() if k not in ("defaults", "fp8")}, stock, "")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -170,20 +172,26 @@ def test_verls_driver_accepts_a_recipe(name, folders):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_does_what_its_name_says(name, folders):
-    """All linear layers but the output head (and the routers) are FP8; trainer and kernel are those of an H100."""
+    """All linear layers but the output head are FP8, of an MoE all but routers and, in unified, experts; as on an H100."""
     with assume(H100):
         summary = validate_run(composed(name, folders))
     mode = name.split("-")[-2]
     config = MODELS[written(name)["actor_rollout_ref"]["model"]["path"]]
     assert (summary.fp8.mode, summary.correction.method) == (mode, "ais")
     assert (summary.backend, summary.kernel) == ("te" if mode == "unified" else "bf16", "torch")
-    kept = set(summary.kept)
+    kept, layers = set(summary.kept), config["num_hidden_layers"]
+    # q, k, v, o of each layer, and gate, up, down of each MLP or expert.
+    projections = 3 * config.get("num_experts", 1)
     if "num_experts" in config:
-        routers = {f"model.layers.{i}.mlp.gate" for i in range(config["num_hidden_layers"])}
-        assert kept <= {"lm_head", *routers}
+        assert {name for name in kept if ".experts." not in name} <= {
+            "lm_head",
+            *(f"model.layers.{i}.mlp.gate" for i in range(layers)),
+        }
+        in_bf16 = bool(written(name).get("fp8"))
+        assert in_bf16 == (mode == "unified")
+        assert len(summary.converted) == layers * (4 + (0 if in_bf16 else projections))
     else:
-        # q, k, v, o, gate, up, down of each layer.
-        assert kept == {"lm_head"} and len(summary.converted) == 7 * config["num_hidden_layers"]
+        assert kept == {"lm_head"} and len(summary.converted) == layers * (4 + projections)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -66,7 +66,7 @@ def train(command):
         out.mkdir(parents=True, exist_ok=True)
         log, metrics = out / "train.log", out / "metrics.jsonl"
         metrics.unlink(missing_ok=True)
-        env = {**os.environ, "VERL_FILE_LOGGER_PATH": str(metrics), "VLLM_CPU_CI_ENV": "1", "HYDRA_FULL_ERROR": "1"}
+        env = {**os.environ, "VERL_FILE_LOGGER_PATH": str(metrics), "VLLM_CPU_CI_ENV": "1", "HYDRA_FULL_ERROR": "1", "RAY_DEDUP_LOGS": "0"}
         env.pop("VLLM_CPU_KVCACHE_SPACE", None)
         with log.open("w") as output:
             process = subprocess.Popen(

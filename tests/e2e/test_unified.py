@@ -45,7 +45,7 @@ def test_the_run_ends_well(first):
 
 def test_every_process_says_what_it_runs_in(first):
     """Actor and reference policy announce the conversion, both TP ranks the verified load, all with one recipe."""
-    trained = first.found(r"FP8: converted (\d+) of (\d+) linear layers .* \[(.*), recipe (\w+)\]")
+    trained = first.found(r"FP8: converted (\d+) of (\d+) linear layers .* \[(.*), backend reference, recipe (\w+)\]")
     rolled = first.found(r"FP8 rollout: (\d+) linear layers, kernel (\w+), recipe (\w+)")
     # Two decoder layers with seven linears each; lm_head is the fifteenth.
     assert {(n, m) for n, m, _, _ in trained} == {("14", "15")}
