@@ -41,7 +41,7 @@ else
   if [ "$FP8" = off ]; then
     # Stock verl sends a tied lm_head a second time, and vLLM refuses it unless all weights come in one bucket.
     ARGS+=(actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=1024)
-  else
+  elif [ "$FP8" != bf16 ]; then
     ARGS+=('fp8.recipe.weight_block=[64,64]')
   fi
 fi
