@@ -116,7 +116,7 @@ def resolve_backend(requested: str, recipe: Recipe, hardware: Hardware) -> str:
         raise ConfigError(asked, "no CUDA GPU", "set fp8.backend=reference")
     if requested == REFERENCE:
         return REFERENCE
-    check_gpu(asked, hardware, "fp8.backend=reference (torch emulation, slow)")
+    check_gpu(asked, hardware)
     _check_recipe(asked, recipe)
     if requested == "torch":
         if hardware.capability >= _EMULATED:
@@ -143,7 +143,7 @@ def resolve_rollout_kernel(requested: str, recipe: Recipe, hardware: Hardware) -
         if requested == "auto":
             return REFERENCE
         raise ConfigError(asked, "no CUDA GPU", "remove fp8.rollout_kernel")
-    check_gpu(asked, hardware, "a rollout without FP8 (remove +fp8)")
+    check_gpu(asked, hardware)
     _check_recipe(asked, recipe)
     emulated = hardware.capability >= _EMULATED
     if requested == "auto":
@@ -164,24 +164,24 @@ def resolve_rollout_kernel(requested: str, recipe: Recipe, hardware: Hardware) -
     return requested
 
 
-def check_gpu(asked: str, hardware: Hardware, alternative: str) -> None:
+def check_gpu(asked: str, hardware: Hardware) -> None:
     """Refuse a GPU or CUDA that has no blockwise FP8 GEMM.
 
     Raises:
-        ConfigError: names ``alternative`` as a way out.
+        ConfigError: which of the two it is.
     """
     if hardware.capability < _NEEDED:
         raise ConfigError(
             asked,
             f"a GPU of compute capability {_dotted(hardware.capability)}; blockwise FP8 GEMMs need {_dotted(_NEEDED)} (Hopper)",
-            f"use a Hopper or Blackwell GPU, or {alternative}",
+            "use a Hopper or Blackwell GPU, or remove +fp8",
         )
     if hardware.cuda is None or hardware.cuda < _CUDA:
         found = "without CUDA" if hardware.cuda is None else f"for CUDA {_dotted(hardware.cuda)}"
         raise ConfigError(
             asked,
             f"torch built {found}; cuBLASLt's blockwise FP8 GEMM needs {_dotted(_CUDA)}",
-            f"install a torch built for CUDA {_dotted(_CUDA)} or newer, or use {alternative}",
+            f"install a torch built for CUDA {_dotted(_CUDA)} or newer, or remove +fp8",
         )
 
 

@@ -79,7 +79,7 @@ def test_backend(requested, recipe, hardware, resolved):
     ("requested", "recipe", "hardware", "found", "fix"),
     [
         ("auto", FP32, AMPERE, "compute capability 8.0", "Hopper or Blackwell"),
-        ("auto", FP32, ADA, "compute capability 8.9", "fp8.backend=reference"),
+        ("auto", FP32, ADA, "compute capability 8.9", "remove +fp8"),
         ("auto", FP32, OLD_CUDA, "CUDA 12.8", "torch built for CUDA 12.9"),
         ("torch", FP32, NO_CUDA, "without CUDA", "torch built for CUDA 12.9"),
         ("auto", FP32, NO_TE, "not installed", "transformer-engine[pytorch]==2.20.2', or set fp8.backend=torch"),
