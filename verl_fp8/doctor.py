@@ -7,6 +7,7 @@ library: any one broken package, or all of them missing, is a finding like any o
 
 import importlib.util
 import json
+import socket
 import subprocess
 import sys
 from dataclasses import asdict
@@ -68,6 +69,10 @@ def cluster(address: str) -> dict[str, dict[str, Any]]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal():
+        # Ray itself tries for minutes.
+        socket.create_connection((host, int(port)), timeout=10).close()
     ray.init(address=address, log_to_driver=False, logging_level="ERROR", runtime_env=_runtime_environment())
     try:
         # By value: this package may be missing on a node, or be another version.

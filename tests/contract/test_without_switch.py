@@ -29,6 +29,10 @@ def verls_own_tests(tree: Path, report: Path, **environment) -> dict[str, str]:
         "-q",
         "-p",
         "no:cacheprovider",
+        # verl's configuration, not that of a repository around it.
+        "-c",
+        os.devnull,
+        f"--rootdir={tree}",
         "--continue-on-collection-errors",
         f"--junitxml={report}",
         *files,
