@@ -25,6 +25,22 @@ import hypothesis  # noqa: E402, F401
 import pytest  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
+STARTS_RAY = {"test_stage.py", "test_doctor.py", "test_adapter.py"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With ``-n 2 --dist loadgroup`` a file stays on one worker; whatever starts Ray or fills /dev/shm stays together and comes first.
+
+    Two training runs at once would share the sockets verl names after the job and the two cores; started last, they would
+    be all that is left to wait for.
+    """
+
+    def alone(item: pytest.Item) -> bool:
+        return item.get_closest_marker("e2e") is not None or item.path.name in STARTS_RAY
+
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("ray" if alone(item) else item.path.stem))
+    items.sort(key=lambda item: not alone(item))
 
 
 @pytest.fixture(scope="session")
