@@ -1,5 +1,6 @@
 """verl's FSDP2 engine with FP8 linear layers and an FP8 weight sync, registered under its own backend name."""
 
+import functools
 import json
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from verl_fp8 import exact
 from verl_fp8.config import BACKEND
 from verl_fp8.errors import ConfigError
 from verl_fp8.exact_hf import make_exact, make_fp32_head, match_log_softmax
+from verl_fp8.gather import full_weights
 from verl_fp8.hardware import probe, resolve_backend
 from verl_fp8.linear import ConversionReport, convert_linears
 from verl_fp8.settings import Fp8Settings
@@ -90,18 +92,20 @@ class Fp8EngineMixin:
 
     def get_per_tensor_param(self, layered_summon=False, base_sync_done=False, **kwargs):
         """The weights for the rollout: FP8 codes and scales of the FP8 layers, bf16 for the rest, and the manifest."""
-        weights, peft_config = super().get_per_tensor_param(
-            layered_summon=layered_summon, base_sync_done=base_sync_done, **kwargs
-        )
-        if peft_config is not None:
+        if hasattr(self.module, "peft_config"):
             raise ConfigError("+fp8", "LoRA adapters", "remove actor_rollout_ref.model.lora_rank")
-        return self._counted(weights), None
+        shards, _ = self.get_per_tensor_param_shard()
+        return self._counted(shards), None
 
-    def _counted(self, weights) -> Iterator[tuple[str, torch.Tensor]]:
+    def _counted(self, shards) -> Iterator[tuple[str, torch.Tensor]]:
+        """``shards``: (name, this rank's part, verl's ShardSpec of it)."""
         stats, start = SyncStats(), time.perf_counter()
-        tied = getattr(self.model_config.hf_config, "tie_word_embeddings", False)
+        hf_config = self.model_config.hf_config
+        tied = getattr(hf_config, "tie_word_embeddings", False)
         skip = frozenset({"lm_head.weight"}) if tied else frozenset()
-        yield from outgoing(weights, self.fp8, self._fp8_layers, skip=skip, stats=stats)
+        unfuse = functools.partial(transformer_impl.unfuse_moe_params, model_type=hf_config.model_type)
+        weights = full_weights(shards, self.fp8, self._fp8_layers, unfuse, skip=skip)
+        yield from outgoing(weights, self.fp8, self._fp8_layers, stats=stats)
         self._fp8_sync = {
             "fp8/sync_bytes": float(stats.total_bytes),
             "fp8/sync_bytes_per_weight": stats.bytes_per_weight,

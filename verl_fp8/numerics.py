@@ -102,6 +102,7 @@ def quantize(
     scale_format: str = "fp32",
     eps: float = 0.0,
     check_finite: bool = True,
+    amax_bits: torch.Tensor | None = None,
 ) -> QuantizedTensor:
     """Quantise a matrix block by block, bit for bit as TransformerEngine does (see the module's docstring).
 
@@ -114,6 +115,8 @@ def quantize(
         check_finite: raise on infinity and NaN (weights). If False they follow TransformerEngine's formula: an infinity
             makes its block's s 1 and saturates to 448, a NaN does not enter amax and gets the code 0x7F; on
             accelerators nothing waits for the device then.
+        amax_bits: of ``x``'s blocks where they reach beyond ``x``, a shard: :func:`amax_bits`, joined with the other
+            shards' by maximum. None: ``x``'s own.
 
     Returns:
         The codes, contiguous, and their scales.
@@ -136,17 +139,20 @@ def quantize(
         chunk = x[start : start + step].contiguous()
         bits, values = bits_buffer[: chunk.shape[0]], buffer[: chunk.shape[0]]
         torch.bitwise_and(chunk.view(int_dtype), mask, out=bits)
-        amax_bits = _block_max(bits, (rows, columns))
+        first = start // rows
+        if amax_bits is None:
+            largest = _block_max(bits, (rows, columns))
+        else:
+            largest = amax_bits[first : first + -(-chunk.shape[0] // rows)].to(int_dtype)
         # Only CPUs look: reading a flag back would stall an accelerator (and break CUDA graph capture).
-        suspect = int(amax_bits.max()) >= infinity if check_finite or x.device.type == "cpu" else True
+        suspect = int(largest.max()) >= infinity if check_finite or x.device.type == "cpu" else True
         if suspect and check_finite:
             raise _not_finite(x)
         if suspect:
             bits.masked_fill_(bits > infinity, 0)  # fmaxf, which the TE kernels reduce with, ignores NaN
-            amax_bits = _block_max(bits, (rows, columns))
-        amax = amax_bits.view(x.dtype).float()
-        scale = _scale_of(amax, x.dtype, scale_format, eps)
-        first = start // rows
+            if amax_bits is None:
+                largest = _block_max(bits, (rows, columns))
+        scale = _scale_of(largest.view(x.dtype).float(), x.dtype, scale_format, eps)
         torch.reciprocal(scale, out=scale_inv[first : first + scale.shape[0]])
         values.copy_(chunk)
         _scale_(values, scale, (rows, columns))
@@ -156,6 +162,31 @@ def quantize(
             values.clamp_(-FP8_MAX, FP8_MAX).masked_fill_(values.isnan(), float("nan"))
         data[start : start + step].copy_(values)
     return QuantizedTensor(data, scale_inv, (rows, columns))
+
+
+def amax_bits(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """The largest magnitude of each block as the integer of its bits, which orders as magnitudes do (NaN on top).
+
+    A block cut into shards has the maximum of theirs: that is how a sharded weight is quantised without gathering it.
+
+    Args:
+        x: as in :func:`quantize`.
+        block: (rows, columns).
+
+    Returns:
+        [row blocks, column blocks] int32.
+    """
+    int_dtype, mask, _ = _BITS[x.dtype]
+    bits = torch.bitwise_and(x.contiguous().view(int_dtype), mask)
+    return _block_max(bits, block).to(torch.int32)
+
+
+def scale_inv_of(bits: torch.Tensor, dtype: torch.dtype, *, scale_format: str, eps: float) -> torch.Tensor | None:
+    """``scale_inv`` of the blocks that :func:`amax_bits` found in a tensor of ``dtype``; None if one is not finite."""
+    int_dtype, _, infinity = _BITS[dtype]
+    if bits.numel() and int(bits.max()) >= infinity:
+        return None
+    return torch.reciprocal(_scale_of(bits.to(int_dtype).view(dtype).float(), dtype, scale_format, eps))
 
 
 def gemm(

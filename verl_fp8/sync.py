@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from verl_fp8.errors import DataError, SyncError
-from verl_fp8.numerics import checksum, quantize
+from verl_fp8.numerics import QuantizedTensor, checksum, quantize
 from verl_fp8.recipe import digest_of_layers
 from verl_fp8.settings import Fp8Settings
 
@@ -47,7 +47,7 @@ def quantize_weight(weight: torch.Tensor, settings: Fp8Settings):
 
 
 def outgoing(
-    weights: Iterable[tuple[str, torch.Tensor]],
+    weights: Iterable[tuple[str, torch.Tensor | QuantizedTensor]],
     settings: Fp8Settings,
     fp8_layers: Iterable[str],
     *,
@@ -57,7 +57,8 @@ def outgoing(
     """Turn the trainer's full weights into the sync's stream.
 
     Args:
-        weights: (name, tensor) under Hugging Face names, one at a time; parameters may be fp32 masters.
+        weights: (name, tensor) under Hugging Face names, one at a time; parameters may be fp32 masters, FP8 layers may be
+            quantised already (verl_fp8.gather).
         settings: recipe and transport.
         fp8_layers: names of the FP8 linear layers.
         skip: names not to send: the tied duplicate of an embedding (vLLM refuses it, verl then hangs).
@@ -84,12 +85,12 @@ def outgoing(
         layer = layer_of(name)
         if name.endswith(WEIGHT_SUFFIX) and layer in fp8:
             pending.discard(layer)
-            stats.fp8_weights += tensor.numel()
+            stats.fp8_weights += tensor.shape.numel()
             if settings.weight_sync == "bf16":
                 yield emit(name, tensor.to(torch.bfloat16), of_fp8_layer=True)
                 continue
             try:
-                quantized = quantize_weight(tensor, settings)
+                quantized = tensor if isinstance(tensor, QuantizedTensor) else quantize_weight(tensor, settings)
             except DataError as error:
                 raise DataError(f"ship {name} as FP8 codes", error.found, error.fix) from error
             yield emit(name, quantized.data, of_fp8_layer=True)

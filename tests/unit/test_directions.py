@@ -61,6 +61,7 @@ def reached(module: str, **kwargs) -> set[str]:
         ("ais", {"errors"}),
         ("settings", {"errors", "hardware", "recipe"}),
         ("sync", {"errors", "recipe", "numerics", "settings"}),
+        ("gather", {"errors", "experts", "numerics", "settings"}),
         ("contract", {"errors"}),
         ("plugin", {"cpu", "validate", "vendored"}),
         ("vllm_plugin", {"vllm_cpu", "vllm_gpu"}),
@@ -71,7 +72,7 @@ def test_a_module_knows_only_those_below_it(module, may_import):
     assert ours(module) <= may_import
 
 
-@pytest.mark.parametrize("module", ["errors", "recipe", "numerics", "linear", "ais", "settings", "sync"])
+@pytest.mark.parametrize("module", ["errors", "recipe", "numerics", "linear", "ais", "settings", "sync", "gather"])
 def test_the_arithmetic_knows_no_framework(module):
     """These run anywhere, without verl, vLLM or TransformerEngine."""
     assert not {name.partition(".")[0] for name in imports(module)} & UPSTREAM
