@@ -65,14 +65,17 @@ def to_reference(linear: nn.Linear, recipe: Recipe) -> nn.Linear:
 to_reference.experts = experts.to_reference
 
 # Name -> (linear, recipe) -> its replacement, the same object or a new one that shares the Parameter objects. A backend
-# whose kernels need (out, in) to be multiples of something says so in an attribute `multiple`, see LayerFilter.reason; one
-# that computes fused experts has an attribute `experts`, (experts module, recipe) -> None.
+# whose kernels need (out, in) to be multiples of something says so in an attribute `multiple`, see LayerFilter.reason; its
+# attribute `experts`, (experts module, recipe) -> None, converts fused experts.
 # Imported at first use: their modules want TransformerEngine, or Triton.
 def _at_first_use(module: str, function: str, multiple: tuple[int, int]) -> Callable[[nn.Linear, Recipe], nn.Module]:
     def convert(linear: nn.Linear, recipe: Recipe) -> nn.Module:
         return getattr(importlib.import_module(module), function)(linear, recipe)
 
-    convert.multiple = multiple
+    def convert_experts(fused: nn.Module, recipe: Recipe) -> None:
+        importlib.import_module(module).to_experts(fused, recipe)
+
+    convert.multiple, convert.experts = multiple, convert_experts
     return convert
 
 
@@ -146,7 +149,6 @@ def convert_linears(
             found=f"nothing to convert in {type(module).__name__}: {report.summary()}",
             fix="loosen fp8.recipe.exclude, or switch FP8 off for this model",
         )
-    check_experts(converted, backend, backends)
     _convert_experts(modules, converted, recipe, convert)
     dense = [name for name in converted if name in linears]
     for original in {id(linears[name]): linears[name] for name in dense}.values():
@@ -182,23 +184,6 @@ def linear_shapes(module: nn.Module) -> dict[str, tuple[int, int]]:
                 "use a model with Qwen3-MoE's layout of experts, or remove +fp8",
             )
     return shapes
-
-
-def check_experts(converted: tuple[str, ...], backend: str, backends: Mapping[str, Callable] = BACKENDS) -> None:
-    """Refuse experts in FP8 on a backend that computes none.
-
-    Raises:
-        ConfigError: names the layer and the keys that resolve it.
-    """
-    first = next((name for name in converted if ".experts." in name), None)
-    if first is None or hasattr(backends[backend], "experts"):
-        return
-    computes = [name for name, convert in BACKENDS.items() if hasattr(convert, "experts")]
-    raise ConfigError(
-        f"fp8.backend={backend} for mixture-of-experts layers",
-        f"experts, {first} the first, which only fp8.backend={', '.join(computes)} trains in FP8",
-        f"set fp8.backend={computes[0]}, or keep the experts in bf16 on both sides: fp8.recipe.exclude=['*.mlp.experts.*']",
-    )
 
 
 def _convert_experts(modules: Mapping[str, nn.Module], converted: tuple[str, ...], recipe: Recipe, convert: Callable) -> None:

@@ -253,13 +253,13 @@ class Fp8LinearFunction(torch.autograd.Function):
         ctx.recipe = recipe
         dx_wanted, dw_wanted = ctx.needs_input_grad[:2]
         operands = (x_q.data, x_q.scale_inv) if recipe.backward == "dequantized" else (x, None)
-        ctx.save_for_backward(*(operands if dw_wanted else (None, None)), weight if dx_wanted else None)
+        ctx.save_for_backward(weight if dx_wanted else None, *(operands if dw_wanted else (None, None)))
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, x_scale_inv, weight = ctx.saved_tensors
+        weight, x, x_scale_inv = ctx.saved_tensors
         recipe, dtype = ctx.recipe, dy.dtype
         dx = dw = None
         if recipe.backward == "fp8":

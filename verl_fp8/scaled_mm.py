@@ -20,13 +20,14 @@ in the reference, nothing looks for infinities and NaN in a weight, as that woul
 sync looks at every weight before the next rollout and raises.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from verl_fp8 import numerics
+from verl_fp8 import experts, numerics
 from verl_fp8.errors import ConfigError, DataError
 from verl_fp8.hardware import GPU_BLOCK
 from verl_fp8.numerics import QuantizedTensor
@@ -51,8 +52,7 @@ class ScaledMMFp8Linear(nn.Linear):
         Raises:
             ConfigError: x is not on a CUDA device.
         """
-        if x.device.type != "cuda":
-            raise ConfigError("fp8.backend=torch", f"an activation on {x.device}", "set fp8.backend=reference")
+        _check_device(x)
         if torch.is_autocast_enabled("cuda"):
             x = x.to(torch.get_autocast_dtype("cuda"))
         # The codes of a bf16 weight and of its float32 master differ in 2 %: quantise what the rollout quantises.
@@ -72,6 +72,33 @@ def to_scaled_mm(linear: nn.Linear, recipe: Recipe) -> nn.Linear:
     Raises:
         ConfigError: a recipe these kernels do not compute, or a torch without them.
     """
+    _check(recipe)
+    linear.__class__ = ScaledMMFp8Linear
+    linear.recipe = recipe
+    return linear
+
+
+def to_experts(module: nn.Module, recipe: Recipe) -> None:
+    """Let fused experts (:mod:`verl_fp8.experts`) compute by ``scaled_mm``, one call an expert and GEMM.
+
+    Raises:
+        ConfigError: as :func:`to_scaled_mm`; the experts' width is no multiple of the block's rows.
+    """
+    _check(recipe)
+    experts.to_fp8(module, recipe, grouped_linear)
+
+
+def grouped_linear(x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int], recipe: Recipe) -> torch.Tensor:
+    """The :data:`~verl_fp8.experts.GroupedLinear` of this backend.
+
+    Raises:
+        ConfigError: x is not on a CUDA device.
+    """
+    _check_device(x)
+    return experts.Fp8GroupedLinearFunction.apply(x, weight, counts, recipe, Fp8ScaledMM)
+
+
+def _check(recipe: Recipe) -> None:
     if recipe.weight_block != GPU_BLOCK:
         raise ConfigError(
             f"fp8.backend=torch with fp8.recipe.weight_block={list(recipe.weight_block)}",
@@ -80,9 +107,11 @@ def to_scaled_mm(linear: nn.Linear, recipe: Recipe) -> nn.Linear:
         )
     if not hasattr(nn.functional, "scaled_mm"):
         raise ConfigError("fp8.backend=torch", f"torch {torch.__version__} without scaled_mm", "install torch 2.10 or newer")
-    linear.__class__ = ScaledMMFp8Linear
-    linear.recipe = recipe
-    return linear
+
+
+def _check_device(x: torch.Tensor) -> None:
+    if x.device.type != "cuda":
+        raise ConfigError("fp8.backend=torch", f"an activation on {x.device}", "set fp8.backend=reference")
 
 
 class Fp8ScaledMM(torch.autograd.Function):

@@ -1,4 +1,5 @@
-"""The ``te`` backend: TransformerEngine's linear layer with our recipe. The only module that imports TransformerEngine.
+"""The ``te`` backend: TransformerEngine's linear layer and its grouped GEMM with our recipe, and the only module that
+imports TransformerEngine.
 
 Versions 2.18 to 2.20.2. What is not left to TransformerEngine:
 
@@ -16,15 +17,23 @@ Versions 2.18 to 2.20.2. What is not left to TransformerEngine:
 The parameters are the original ``nn.Linear``'s own objects under the same names. Under FSDP2 no forward may run before
 ``fully_shard``, since TransformerEngine remembers at its first forward whether a layer is sharded (module/base.py,
 is_fsdp2); nothing here runs one.
+
+Fused experts keep their parameters too (:mod:`verl_fp8.experts`), so te.GroupedLinear, which owns a parameter an expert and
+keeps its codes from the forward to the backward, does not fit. :class:`TeGroupedLinear` makes the calls its forward and
+backward make on the experts' own tensor: Float8BlockQuantizer an expert and operand, one ``general_grouped_gemm`` for all
+experts of a product, whose signature is the same in all these versions.
 """
 
 import functools
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
+from verl_fp8 import experts
 from verl_fp8.errors import ConfigError, ContractError, DataError
 from verl_fp8.hardware import GPU_BLOCK
 from verl_fp8.recipe import Recipe
@@ -194,3 +203,125 @@ def to_te(linear: nn.Linear, recipe: Recipe) -> nn.Module:
     layer.register_parameter("bias", linear.bias)
     layer.train(linear.training)
     return layer
+
+
+def to_experts(module: nn.Module, recipe: Recipe) -> None:
+    """Let fused experts (:mod:`verl_fp8.experts`) compute by TransformerEngine's grouped GEMM.
+
+    Raises:
+        ConfigError: as :func:`to_te`; the experts' width is no multiple of the block's rows.
+    """
+    te_recipe(recipe)
+    experts.to_fp8(module, recipe, grouped_linear, TOKENS)
+
+
+def grouped_linear(x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int], recipe: Recipe) -> torch.Tensor:
+    """The :data:`~verl_fp8.experts.GroupedLinear` of this backend; each count is a multiple of TOKENS, their sum x's rows."""
+    return TeGroupedLinear.apply(x, weight, counts, recipe)
+
+
+class TeGroupedLinear(torch.autograd.Function):
+    """One FP8 linear layer an expert, each product one grouped GEMM over the experts that have tokens.
+
+    x: [sum of counts, K]; weight: [experts, N, K]; one dtype. Operands and ``backward`` modes are those of
+    :class:`~verl_fp8.numerics.Fp8LinearFunction`. The weight's codes live in one product only: FSDP2 frees the gathered
+    weight after the forward and gathers it anew, so the backward quantises it again.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, counts, recipe):
+        from transformer_engine.pytorch.quantized_tensor import prepare_for_saving
+
+        dx_wanted, dw_wanted = ctx.needs_input_grad[:2]
+        ctx.recipe, ctx.shapes = recipe, (x.shape, weight.shape)
+        ctx.spans = list(experts.spans(counts))
+        ctx.dx_wanted, ctx.dw_wanted = dx_wanted, dw_wanted
+        y = x.new_empty(x.shape[0], weight.shape[1])
+        if not ctx.spans:
+            return y
+        fp8 = recipe.backward == "fp8"
+        quantizer = _quantizer(recipe, 1, columnwise=dw_wanted and fp8)
+        codes = [quantizer(x[rows]) for _, rows in ctx.spans]
+        _grouped_gemm("TN", _quantized(weight, ctx.spans, recipe), codes, [y], ctx.spans)
+        kept = []
+        if dw_wanted:
+            # high_precision: the activation itself; dequantized: its codes; fp8: those along the tokens.
+            kept = [x] if recipe.backward == "high_precision" else codes
+            for operand in codes:
+                operand.update_usage(rowwise_usage=not fp8, columnwise_usage=fp8)
+        tensors, ctx.tensor_objects = prepare_for_saving(weight if dx_wanted else None, *kept)
+        ctx.save_for_backward(*tensors)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        from transformer_engine.pytorch.quantized_tensor import restore_from_func_ctx
+
+        (x_shape, w_shape), recipe, spans = ctx.shapes, ctx.recipe, ctx.spans
+        dx = dy.new_empty(x_shape) if ctx.dx_wanted else None
+        dw = dy.new_zeros(w_shape) if ctx.dw_wanted else None
+        if not spans:
+            return dx, dw, None, None
+        weight, *kept = restore_from_func_ctx(ctx)
+        dy = dy.contiguous()
+        if recipe.backward == "fp8":
+            quantizer = _quantizer(recipe, 1, columnwise=dw is not None)
+            gradients = [quantizer(dy[rows]) for _, rows in spans]
+        else:
+            gradients = [dy[rows] for _, rows in spans]
+        if dx is not None:
+            if recipe.backward == "fp8":
+                weights = _quantized(weight, spans, recipe, columnwise=True)
+            elif recipe.backward == "dequantized":
+                weights = [q.dequantize(dtype=dy.dtype) for q in _quantized(weight, spans, recipe)]
+            else:
+                weights = [weight[expert] for expert, _ in spans]
+            _grouped_gemm("NN", weights, gradients, [dx], spans)
+        if dw is not None:
+            if recipe.backward == "dequantized":
+                kept = [q.dequantize(dtype=dy.dtype) for q in kept]
+            elif recipe.backward == "high_precision":
+                kept = [kept[0][rows] for _, rows in spans]
+            _grouped_gemm("NT", kept, gradients, [dw[expert] for expert, _ in spans], spans)
+        return dx, dw, None, None
+
+
+def _quantizer(recipe: Recipe, dimensions: int, *, columnwise: bool) -> Any:
+    """TransformerEngine's quantiser: 1x128 (``dimensions`` 1) or 128x128 (2), of the matrix and, if wanted, its transpose."""
+    from transformer_engine.pytorch.constants import DType
+    from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+
+    quantizer = Float8BlockQuantizer(
+        DType.kFloat8E4M3,
+        rowwise=True,
+        columnwise=columnwise,
+        amax_epsilon=recipe.eps,
+        force_pow_2_scales=recipe.scale_format == "pow2",
+        block_scaling_dim=dimensions,
+    )
+    quantizer.internal = True  # plain storage for its GEMM, no tensor subclass
+    return quantizer
+
+
+def _quantized(weight: torch.Tensor, spans: Sequence, recipe: Recipe, *, columnwise: bool = False) -> list:
+    quantizer = _quantizer(recipe, 2, columnwise=columnwise)
+    return [quantizer(weight[expert]) for expert, _ in spans]
+
+
+def _grouped_gemm(layout: str, a: list, b: list, out: list[torch.Tensor], spans: Sequence) -> None:
+    """TransformerEngine's products: TN y = x W.T, NN dx = dy W (into one tensor, rows of each expert), NT dW = dy.T x."""
+    from transformer_engine.pytorch.cpp_extensions import general_grouped_gemm
+
+    general_grouped_gemm(
+        a,
+        b,
+        out,
+        quantization_params=[None] * len(a),
+        out_dtype=out[0].dtype,
+        layout=layout,
+        m_splits=[rows.stop - rows.start for _, rows in spans],
+        grad=layout != "TN",
+        use_split_accumulator=True,
+        single_output=layout != "NT",
+    )

@@ -19,7 +19,6 @@ from verl_fp8.errors import ConfigError
 from verl_fp8.exact_hf import check_config
 from verl_fp8.hardware import probe, resolve_backend, resolve_rollout_kernel
 from verl_fp8.layout import check_tensor_parallel, load_config, split_layers
-from verl_fp8.linear import check_experts
 from verl_fp8.settings import CorrectionSettings, Fp8Settings
 from verl_fp8.vllm_arguments import EXTENSION, environment, fp8_arguments
 from verl_fp8.wiring import check_fields, check_groups, check_nodes, check_vllm_arguments
@@ -88,8 +87,6 @@ def validate_run(config: DictConfig) -> RunSummary:
     _check_rollout(config, fp8, asked)
     backend, kernel = _check_hardware(config, fp8)
     converted, kept = _check_model(config, fp8)
-    if fp8.mode == "unified" and backend is not None:
-        check_experts(converted, backend)
     return RunSummary(fp8, correction, converted, kept, backend, kernel)
 
 

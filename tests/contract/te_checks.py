@@ -13,7 +13,7 @@ from transformer_engine.common.recipe import Float8BlockScaling
 
 from verl_fp8 import te
 from verl_fp8.errors import ContractError, DataError
-from verl_fp8.linear import convert_linears
+from verl_fp8.linear import BACKENDS, convert_linears
 from verl_fp8.numerics import quantize
 from verl_fp8.recipe import LayerFilter, Recipe
 
@@ -40,6 +40,13 @@ def run(module, x, recompute=False):
 
 def check_signatures():
     """The arguments te.py passes are accepted under these names."""
+    from transformer_engine.pytorch.cpp_extensions import general_grouped_gemm
+    from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+
+    wanted = ["A", "B", "out", "quantization_params", "out_dtype", "layout", "m_splits", "gelu", "grad", "accumulate", "bias"]
+    assert list(inspect.signature(general_grouped_gemm).parameters)[:11] == wanted
+    options = {"rowwise", "columnwise", "amax_epsilon", "force_pow_2_scales", "block_scaling_dim"}
+    assert options <= inspect.signature(Float8BlockQuantizer).parameters.keys()
     module = inspect.signature(te._te().Linear.__init__).parameters
     assert {"in_features", "out_features", "bias", "params_dtype", "device"} <= module.keys()
     assert {"enabled", "recipe"} <= inspect.signature(te._te().autocast.__init__).parameters.keys()
@@ -124,7 +131,7 @@ def check_recompute():
 
 
 def check_fsdp2():
-    """Sharded by FSDP2 with fp32 masters and bf16 compute, recomputed: the bits of the unsharded bf16 model.
+    """Sharded by FSDP2 with fp32 masters and bf16 compute, recomputed: the bits of the unsharded bf16 model; experts too.
 
     TransformerEngine sees the sharding, keeps no weight codes and quantises the gathered weight again in the backward.
     """
@@ -142,7 +149,87 @@ def check_fsdp2():
     assert module[0].is_fsdp2 and module[2].is_fsdp2
     weights = sum(call[0] == "quantize" and call[3] == (128, 128) for call in te_host.CALLS)
     assert weights == 6, weights  # forward, recomputation, dgrad; two layers
+    expected = run_experts(experts_of("te", Recipe()), ROUTINGS[0])
+    module = experts_of("te", Recipe()).float()
+    fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    found = [t.full_tensor().bfloat16() if hasattr(t, "full_tensor") else t for t in run_experts(module, ROUTINGS[0], recompute=True)]
+    different = [i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if not torch.equal(a, b)]
+    assert not different, different
     torch.distributed.destroy_process_group()
+
+
+def experts_of(backend, recipe):
+    """The experts of a Qwen3-MoE layer, converted: 5 of them, 128 wide."""
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    torch.manual_seed(0)
+    module = Qwen3MoeExperts(Qwen3MoeConfig(hidden_size=144, moe_intermediate_size=128, num_experts=5))
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    module = module.bfloat16()
+    BACKENDS[backend].experts(module, recipe)
+    return module
+
+
+def run_experts(module, index, recompute=False):
+    """Output and gradients of input, routing weights and both parameters."""
+    generator = torch.manual_seed(1)
+    x = torch.randn(len(index), 144, dtype=torch.bfloat16, generator=generator).requires_grad_()
+    weights = torch.rand(index.shape, dtype=torch.bfloat16, generator=generator).requires_grad_()
+    y = checkpoint(module, x, index, weights, use_reentrant=False) if recompute else module(x, index, weights)
+    y.float().square().sum().backward()
+    # Zeros where no gradient arrived (no expert at all), as everywhere in the reference.
+    leaves = (x, weights, *module.parameters())
+    return [y.detach(), *(torch.zeros_like(t) if t.grad is None else t.grad for t in leaves)]
+
+
+# Two experts a token: 150 tokens for expert 0, a few for the others, none for the last; one token; other ranks' experts only.
+ROUTINGS = (
+    torch.stack([torch.zeros(150, dtype=torch.long), torch.tensor([1, 1, 2, 3, 5])[torch.arange(150) % 5]], dim=1).flip(0),
+    torch.tensor([[3, 1]]),
+    torch.full((3, 2), 5),
+)
+
+
+def check_experts_equal_the_reference():
+    """Fused experts by the grouped GEMM: forward, dgrad, wgrad and the router's gradient bit-equal, every recipe and routing."""
+    for recipe, index in itertools.product(RECIPES, ROUTINGS):
+        expected, found = (run_experts(experts_of(backend, recipe), index) for backend in ("reference", "te"))
+        names = ("y", "dx", "dweights", "dW_gate_up", "dW_down")
+        different = [n for n, a, b in zip(names, expected, found, strict=True) if not torch.equal(a, b)]
+        assert not different, (recipe, len(index), different)
+
+
+def check_experts_recompute_and_freeze():
+    """Recomputed, with frozen experts, and under no_grad: the same bits, and no product that nobody wants."""
+    recipe, index = Recipe(), ROUTINGS[0]
+    module = experts_of("te", recipe)
+    plain = run_experts(module, index)
+    module.zero_grad()
+    te_host.CALLS.clear()
+    assert all(torch.equal(a, b) for a, b in zip(plain, run_experts(module, index, recompute=True), strict=True))
+    # Four experts have tokens; two projections; forward twice, dgrad, wgrad.
+    assert sum(call[0] == "gemm" for call in te_host.CALLS) == 4 * 2 * 4
+    frozen = experts_of("te", recipe).requires_grad_(False)
+    te_host.CALLS.clear()
+    assert all(torch.equal(a, b) for a, b in zip(plain[:3], run_experts(frozen, index)[:3], strict=True))
+    assert sum(call[0] == "gemm" for call in te_host.CALLS) == 4 * 2 * 2
+    with torch.no_grad():
+        x = torch.randn(150, 144, dtype=torch.bfloat16, generator=torch.manual_seed(1))
+        weights = torch.ones(index.shape, dtype=torch.bfloat16)
+        assert torch.equal(module(x, index, weights), experts_of("reference", recipe)(x, index, weights))
+
+
+def check_experts_padding():
+    """Each expert's tokens are filled up to whole blocks, quantised along tokens and hidden; its weight in 128x128."""
+    te_host.CALLS.clear()
+    run_experts(experts_of("te", Recipe()), torch.tensor([[3, 1]]))
+    quantized = [call[1:] for call in te_host.CALLS if call[0] == "quantize"]
+    up = [((128, 144), (1, 128))] * 2 + [((256, 144), (128, 128))] * 2
+    down = [((128, 128), (1, 128))] * 2 + [((144, 128), (128, 128))] * 2
+    backward = [((128, 144), (1, 128))] * 2 + down[2:] + [((128, 256), (1, 128))] * 2 + up[2:]
+    assert [(shape, block) for shape, _, block, *_ in quantized] == up + down + backward
 
 
 def check_dequantize_is_ours():

@@ -1,8 +1,9 @@
 """TransformerEngine's real Python on a machine without a GPU, its compiled extension replaced by this package's numerics.
 
-Two functions of the extension are given a meaning, ``quantize`` and ``generic_gemm``, in the layouts its Python expects;
-every other name is an empty class. What then runs for real is the Python of the wheel: te.Linear's forward and backward,
-the recipe, which quantiser is called for which operand, which operand goes into which GEMM, what is saved. What the
+Three functions of the extension are given a meaning, ``quantize``, ``generic_gemm`` and ``te_general_grouped_gemm``, in the
+layouts its Python expects; every other name is an empty class. What then runs for real is the Python of the wheel: te.Linear's
+forward and backward, the recipe, which quantiser is called for which operand, which operand goes into which GEMM, what is
+saved; of the grouped GEMM its arguments and the storages. What the
 CUDA kernels compute is not shown here; tests/gpu compares that.
 
 Run as a script: ``python te_host.py WHEEL_FOLDER``; prints one JSON object, check -> "ok" or what went wrong.
@@ -134,10 +135,24 @@ def generic_gemm(a, transa, b, transb, out, quantizer, out_dtype, *args, **kwarg
     return y, None, None, None
 
 
+def te_general_grouped_gemm(a, transa, b, transb, out, out_dtype, m_splits, bias, bias_dtype, single_output, *args):
+    """tex.te_general_grouped_gemm (pytorch/csrc/extensions/gemm.cpp): one product an expert, into slices of one tensor or into many."""
+    _, grad, _, _, accumulate, split_accumulator, _ = args
+    assert len(a) == len(b) == len(m_splits) and split_accumulator and not accumulate
+    assert (grad, single_output) == ((transa, transb) != (True, False), (transa, transb) != (False, True))
+    parts = out[0].split(m_splits) if single_output else out
+    for left, right, part in zip(a, b, parts, strict=True):
+        # cuBLASLt's blockwise kernels want rows of 16 bytes along the contracted dimension, and no empty product is asked for.
+        y = generic_gemm(left, transa, right, transb, None, None, out_dtype)[0]
+        assert y.shape == part.shape and part.is_contiguous() and y.numel()
+        part.copy_(y)
+    return bias
+
+
 def load(folder: str):
     """``transformer_engine.pytorch`` from an unpacked wheel."""
     extension = _Extension("transformer_engine_torch")
-    for known in (DType, NVTE_Fused_Attn_Backend, FP8FwdTensors, FP8BwdTensors, quantize, generic_gemm):
+    for known in (DType, NVTE_Fused_Attn_Backend, FP8FwdTensors, FP8BwdTensors, quantize, generic_gemm, te_general_grouped_gemm):
         setattr(extension, known.__name__, known)
     sys.modules["transformer_engine_torch"] = extension
     for name in ("onnxscript", "onnxscript.onnx_opset", "onnx"):
@@ -162,7 +177,8 @@ def load(folder: str):
     torch.Tensor.is_cuda = property(lambda self: True)
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     gemm = sys.modules["transformer_engine.pytorch.cpp_extensions.gemm"]
-    gemm.get_cublas_workspace = linear.get_cublas_workspace = lambda *args: torch.empty(0)
+    gemm.get_cublas_workspace = linear.get_cublas_workspace = lambda *args: torch.empty(1, 1)
+    gemm.get_sm_count, gemm._empty_tensor = lambda: 132, lambda: torch.empty(0)
     return transformer_engine.pytorch
 
 

@@ -12,7 +12,7 @@ from verl_fp8.errors import ConfigError, DataError
 from verl_fp8.exact_hf import check_config
 from verl_fp8.experts import IMPLEMENTATION, PROJECTIONS, mix_experts, to_reference
 from verl_fp8.layout import check_tensor_parallel, split_layers
-from verl_fp8.linear import ReferenceFp8Linear, check_experts, convert_linears
+from verl_fp8.linear import ReferenceFp8Linear, convert_linears
 from verl_fp8.numerics import Fp8LinearFunction
 from verl_fp8.recipe import LayerFilter, Recipe
 
@@ -240,16 +240,15 @@ def test_a_part_of_a_layers_experts_cannot_be_excluded():
         convert_linears(model(), Recipe(), LayerFilter(exclude=("*.experts.1.*",)))
 
 
-@pytest.mark.parametrize("backend", ["te", "torch"])
-def test_backends_without_experts_refuse_them(backend):
-    """No bf16 behind the user's back: the sentence names the backend that has them, and the exclusion."""
+def test_the_torch_backend_takes_experts_and_refuses_a_cpu():
+    """Conversion as with the reference; what they compute is in test_scaled_mm.py. On a CPU they say so."""
     plain = model()
-    converted = split_layers(plain.config, LayerFilter())[0]
-    for act in (lambda: convert_linears(plain, Recipe(), LayerFilter(), backend), lambda: check_experts(converted, backend)):
-        with pytest.raises(ConfigError, match=r"fp8\.backend=reference.*fp8\.recipe\.exclude=\['\*\.mlp\.experts\.\*'\]"):
-            act()
-    assert type(plain.model.layers[0].self_attn.q_proj) is torch.nn.Linear
-    check_experts(split_layers(plain.config, LayerFilter(exclude=("*.mlp.experts.*",)))[0], backend)
+    report = convert_linears(plain, Recipe(), LayerFilter(), "torch")
+    experts = plain.model.layers[0].mlp.experts
+    assert report.converted == split_layers(plain.config, LayerFilter())[0]
+    assert experts.config._experts_implementation == IMPLEMENTATION
+    with pytest.raises(ConfigError, match=r"fp8\.backend=reference"):
+        experts(torch.randn(2, HIDDEN, dtype=torch.bfloat16), uneven(2), torch.ones(2, 2))
 
 
 def test_a_width_that_is_no_multiple_of_the_block_is_refused():

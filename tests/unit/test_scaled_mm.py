@@ -5,15 +5,19 @@ ATen/native/cuda/ScaledBlas.cpp accepts and multiplies in float64, torch's own m
 the result is compared bit for bit with the reference.
 """
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import ScalingType
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from verl_fp8 import numerics, scaled_mm
 from verl_fp8.errors import ConfigError, DataError
-from verl_fp8.linear import convert_linears
+from verl_fp8.linear import BACKENDS, convert_linears
 from verl_fp8.numerics import Fp8LinearFunction, QuantizedTensor, quantize
 from verl_fp8.recipe import LayerFilter, Recipe
 
@@ -156,6 +160,29 @@ def test_no_tokens(evaluated):
     assert y.shape == (0, 64)
     assert x.grad.shape == (0, 128)
     assert not weight.grad.any()
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: f"{r.scale_format}-{r.backward}")
+def test_experts_equal_the_reference(evaluated, monkeypatch, recipe):
+    """Fused experts, one of them with 40 tokens, one with one and one with none: y and every gradient, as above."""
+    monkeypatch.setattr(scaled_mm, "_check_device", lambda x: None)
+    generator = torch.Generator().manual_seed(5)
+    index = torch.stack([torch.zeros(40, dtype=torch.long), torch.tensor([1, *[3] * 37, 4, 4])], dim=1)  # 4: another rank's
+    x, dy = (torch.randn(40, 72, generator=generator).bfloat16() for _ in range(2))
+    weigh = torch.rand(40, 2, generator=generator).bfloat16()
+    plain = Qwen3MoeExperts(Qwen3MoeConfig(hidden_size=72, moe_intermediate_size=128, num_experts=4)).bfloat16()
+    for parameter in plain.parameters():
+        nn.init.normal_(parameter, std=0.1, generator=generator)
+    results = []
+    for backend in ("reference", "torch"):
+        module, leaf = copy.deepcopy(plain), x.clone().requires_grad_()
+        BACKENDS[backend].experts(module, recipe)
+        y = module(leaf, index, weigh)
+        y.backward(dy)
+        results.append([y.detach(), leaf.grad, module.gate_up_proj.grad, module.down_proj.grad])
+    for place, (expected, found) in enumerate(zip(*results, strict=True)):
+        exact = recipe.backward == "fp8" or place == 0
+        assert torch.equal(expected, found) if exact else torch.allclose(expected, found, rtol=2**-6, atol=2e-2), place
 
 
 def test_conversion():
