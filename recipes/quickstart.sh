@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRPO with unified FP8 and AIS on a machine without a GPU: installs, makes model and data, trains, prints a summary.
-#   bash recipes/quickstart.sh [--model smollm2|tiny] [--steps N] [--fp8 unified|rollout|bf16|off]
+#   bash recipes/quickstart.sh [--model smollm2|tiny] [--steps N] [--fp8 unified|rollout|rollout_per_tensor|bf16|off]
 #                              [--correction ais|tis|tis_seq|icepop|mis|geo_rs|k3_rs|none|off] [--out DIR] [extra verl overrides]
 MODEL=smollm2 STEPS="" FP8=unified CORRECTION=ais OUT="" EXTRA=()
 usage() { sed -n '2,4p' "${BASH_SOURCE[0]}" | cut -c3-; }
@@ -18,7 +18,10 @@ while [ $# -gt 0 ]; do
   esac
 done
 case "$MODEL" in smollm2|tiny) ;; *) echo "quickstart: --model is smollm2 or tiny, not $MODEL" >&2; exit 2 ;; esac
-case "$FP8" in unified|rollout|bf16|off) ;; *) echo "quickstart: --fp8 is unified, rollout, bf16 or off, not $FP8" >&2; exit 2 ;; esac
+case "$FP8" in
+  unified|rollout|rollout_per_tensor|bf16|off) ;;
+  *) echo "quickstart: --fp8 is unified, rollout, rollout_per_tensor, bf16 or off, not $FP8" >&2; exit 2 ;;
+esac
 case "$STEPS" in ""|[1-9]|[1-9][0-9]|[1-9][0-9][0-9]) ;; *) echo "quickstart: --steps is a whole number from 1 to 999, not $STEPS" >&2; exit 2 ;; esac
 
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -41,7 +44,7 @@ else
   if [ "$FP8" = off ]; then
     # Stock verl sends a tied lm_head a second time, and vLLM refuses it unless all weights come in one bucket.
     ARGS+=(actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=1024)
-  elif [ "$FP8" != bf16 ]; then
+  elif [ "$FP8" = unified ] || [ "$FP8" = rollout ]; then
     ARGS+=('fp8.recipe.weight_block=[64,64]')
   fi
 fi

@@ -198,6 +198,12 @@ def attribute_command(arguments: list[str]) -> int:
         summary = validate(config)
         if summary.fp8 is None:
             raise ConfigError("verl-fp8 attribute", "no fp8 group among the overrides", "add +fp8=unified, rollout or bf16")
+        if summary.fp8.recipe.weights != "block":
+            raise ConfigError(
+                "verl-fp8 attribute, which compares with vLLM's block quantiser",
+                f"fp8.recipe.weights={summary.fp8.recipe.weights}",
+                "set fp8.recipe.weights=block and fp8.recipe.activations=group, or use verl-fp8 certify",
+            )
         started = time.perf_counter()
         model, _, ids, start = exact_model(config, summary.fp8)
         found = attribute(model, ids, start, fp8=summary.fp8.layer_filter is not None)

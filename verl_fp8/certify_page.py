@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 from verl_fp8.points import POINTS
+from verl_fp8.recipe import Recipe
 
 MEANINGS = {
     "log-softmax": "how the trainer takes log-probs from its logits, against a float32 log-softmax",
@@ -67,7 +68,7 @@ _BANDS = ["verdict", "value", "passes", "warns", "figure"]
 
 def _facts(found: dict[str, Any]) -> str:
     recipe = found["recipe"]
-    shown = f"weights {'x'.join(map(str, recipe['weight_block']))}, scales {recipe['scale_format']}" if recipe else "no FP8 layer"
+    shown = f"{Recipe.from_dict(recipe).granularity}, scales {recipe['scale_format']}" if recipe else "no FP8 layer"
     mode = found["mode"] + (", exact" if found["exact"] else "")
     return (
         f"{found['model']}: fp8={mode}, {found['fp8_layers']} FP8 layers, {shown}, "

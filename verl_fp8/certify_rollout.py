@@ -19,7 +19,7 @@ from verl.workers.rollout.vllm_rollout import bucketed_weight_transfer
 
 from verl_fp8.points import recording
 from verl_fp8.rollout import Fp8WorkerExtension, shard_names
-from verl_fp8.sync import MANIFEST, SCALE_SUFFIX
+from verl_fp8.sync import MANIFEST, SCALE_SUFFIX, scales_over
 
 EXTENSION = "verl_fp8.certify_rollout.CertifyExtension"
 _BUCKET = 64
@@ -80,7 +80,7 @@ def held_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             tensor = parameter.data
             if len(names) > 1:
                 rows = module.weight_block_size[0] if f".{leaf}" == SCALE_SUFFIX else 1
-                sizes = [-(-width // rows) for width in module.output_partition_sizes]
+                sizes = [scales_over(width, rows) for width in module.output_partition_sizes]
                 yield from zip((f"{name}.{leaf}" for name in names), tensor.split(sizes), strict=True)
             else:
                 # vLLM pads the vocabulary.

@@ -130,8 +130,8 @@ def check_command(overrides: list[str]) -> int:
         print(
             f"ok: fp8=bf16, none of {total} linear layers in FP8, lm_head {fp8.lm_head}"
             if fp8.layer_filter is None
-            else f"ok: fp8={fp8.mode}, {len(summary.converted)} of {total} linear layers in FP8 {recipe.fmt}, weights "
-            f"{recipe.weight_block[0]}x{recipe.weight_block[1]}, activations 1x{recipe.activation_block[1]}, scales "
+            else f"ok: fp8={fp8.mode}, {len(summary.converted)} of {total} linear layers in FP8 {recipe.fmt}, "
+            f"{recipe.granularity}, scales "
             f"{fp8.scale_format}{'' if fp8.scale_format != 'auto' else f' (here {recipe.scale_format})'}, backward "
             f"{recipe.backward}, sync {fp8.weight_sync}, backend {fp8.backend}"
         )
@@ -140,6 +140,14 @@ def check_command(overrides: list[str]) -> int:
         for reason, count in Counter(summary.kept.values()).most_common():
             print(f"    {count} kept in bf16: {reason}")
     if summary.correction is not None:
-        parameters = ", ".join(f"{k}={v}" for k, v in summary.correction.parameters.items())
-        print(f"ok: is_correction={summary.correction.method}{f' ({parameters})' if parameters else ''}")
+        correction, shown = summary.correction, dict(summary.correction.parameters)
+        if correction.method == "ais":
+            shown |= {"scope": correction.scope, "mode": correction.mode}
+            if shown.get("delta") == "auto":
+                shown |= {"delta_factor": correction.delta_factor, "delta_steps": correction.delta_steps}
+        if correction.dump is not None:
+            steps = "all steps" if correction.dump.steps is None else f"{correction.dump.steps} steps"
+            shown["dump"] = f"{correction.dump.folder} ({steps}, up to {correction.dump.max_bytes} bytes)"
+        parameters = ", ".join(f"{k}={v}" for k, v in shown.items())
+        print(f"ok: is_correction={correction.method}{f' ({parameters})' if parameters else ''}")
     return 0

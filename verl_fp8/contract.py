@@ -75,6 +75,7 @@ _SENDER = f"{_TRANSFER}.BucketedWeightSender"
 _WORKER = "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension"
 _KERNEL = "vllm.model_executor.kernels.linear.scaled_mm.Fp8BlockScaledMMLinearKernel"
 _QUANT = "vllm.model_executor.layers.quantization.input_quant_fp8.QuantFP8"
+_CONFIG = "vllm.model_executor.layers.quantization.base_config.QuantizationConfig"
 _ROLLOUT_CORR = "verl.trainer.ppo.rollout_corr_helper"
 _LAYERS = "vllm.model_executor.layers"
 _MOE = f"{_LAYERS}.fused_moe"
@@ -200,6 +201,23 @@ SYMBOLS: tuple[Symbol, ...] = (
     _vllm_cpu(f"{_KERNEL}.apply_block_scaled_mm", "abstract", "A", "B", "As", "Bs"),
     _vllm_cpu("vllm.config.get_current_vllm_config_or_none", "finds the fp8 node"),
     _vllm_cpu(f"{_LAYERS}.vocab_parallel_embedding.VocabParallelEmbedding", "recognises the output head", bare=True),
+    _vllm_cpu(f"{_LAYERS}.quantization.QUANTIZATION_METHODS", "asks whether the method is there", bare=True),
+    _vllm_cpu(f"{_LAYERS}.quantization.register_quantization_config", "adds the method", "quantization"),
+    _vllm_cpu(f"{_CONFIG}.override_quantization_method", "overridden: names the method", "hf_quant_cfg", "user_quant",
+              "hf_config"),
+    _vllm_cpu(f"{_CONFIG}.get_quant_method", "overridden: which layers", "layer", "prefix"),
+    _vllm_cpu(f"{_CONFIG}.from_config", "overridden", "config"),
+    _vllm_cpu(f"{_LAYERS}.quantization.utils.quant_utils.is_layer_skipped", "which layers stay in bf16", "prefix",
+              "ignored_layers", "fused_mapping"),
+    _vllm_cpu(f"{_LAYERS}.linear.register_weight_loader_v2_supported_method", "loads by parameter class", "cls"),
+    _vllm_cpu(f"{_LAYERS}.linear.LinearMethodBase.create_weights", "overridden", "layer", "input_size_per_partition",
+              "output_partition_sizes", "input_size", "output_size", "params_dtype"),
+    _vllm_cpu(f"{_LAYERS}.linear.LinearMethodBase.apply", "overridden: the product", "layer", "x", "bias"),
+    _vllm_cpu(f"{_LAYERS}.linear.UnquantizedLinearMethod", "of the layers kept", bare=True),
+    _vllm_cpu(f"{_LAYERS}.linear.LinearBase", "which modules are linear layers", bare=True),
+    _vllm_cpu("vllm.model_executor.parameter.ModelWeightParameter", "holds codes", bare=True),
+    _vllm_cpu("vllm.model_executor.parameter.PerTensorScaleParameter", "one scale a part, on every rank", bare=True),
+    _vllm_cpu("vllm.model_executor.parameter.ChannelQuantScaleParameter", "one scale a row, divided with the rows", bare=True),
     # vLLM on a GPU.
     _of("vllm_plugin")("vllm.platforms.current_platform.is_cuda", "whether to register for CUDA"),
     _vllm_gpu("vllm.platforms.current_platform.is_cuda", "where the kernel serves"),

@@ -87,7 +87,11 @@ class Fp8EngineMixin:
             elif self.fp8.layer_filter is None:
                 print(f"no FP8 layer (fp8.mode=bf16), lm_head {self.fp8.lm_head} [{role}]", flush=True)
             else:
-                print(f"FP8 rollout of {len(report.converted)} of {report.total} linear layers, {role} in bf16", flush=True)
+                print(
+                    f"FP8 rollout of {len(report.converted)} of {report.total} linear layers, {role} in bf16, "
+                    f"{self.fp8.recipe.granularity}",
+                    flush=True,
+                )
         return module
 
     def get_per_tensor_param(self, layered_summon=False, base_sync_done=False, **kwargs):

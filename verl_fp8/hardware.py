@@ -194,7 +194,22 @@ def _check_transformer_engine(asked: str, hardware: Hardware) -> None:
         raise ConfigError(f"{asked}, with TransformerEngine{supported}", f"TransformerEngine {found}", fix)
 
 
+def refuse_whole_sides(recipe: Recipe, asked: str) -> None:
+    """No kernel on a GPU serves scales over whole sides here: vLLM's own methods hold other codes than were sent.
+
+    Raises:
+        ConfigError: always.
+    """
+    raise ConfigError(
+        f"{asked} with fp8.recipe.weights={recipe.weights}, fp8.recipe.activations={recipe.activations}",
+        "a GPU, where vLLM requantises the parts of fused layers to one scale: the rollout would not hold the codes it was sent",
+        "set fp8.recipe.weights=block and fp8.recipe.activations=group; other scales run on CPU (VERL_PLATFORM=cpu, trainer.device=cpu)",
+    )
+
+
 def _check_recipe(asked: str, recipe: Recipe) -> None:
+    if recipe.weights != "block":
+        refuse_whole_sides(recipe, asked)
     if recipe.weight_block != GPU_BLOCK:
         raise ConfigError(
             f"{asked} with fp8.recipe.weight_block={list(recipe.weight_block)}",

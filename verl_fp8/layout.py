@@ -9,7 +9,7 @@ import torch
 
 from verl_fp8 import linear
 from verl_fp8.errors import ConfigError
-from verl_fp8.recipe import LayerFilter, fused_group
+from verl_fp8.recipe import WHOLE, LayerFilter, fused_group
 
 # vLLM's row-parallel linears of decoder layers (vllm/model_executor/models): their input is divided, not their output.
 ROW_PARALLEL = frozenset({"o_proj", "down_proj", "out_proj", "dense"})
@@ -110,7 +110,7 @@ def check_tensor_parallel(
     Raises:
         ConfigError: names the layer, its size and the keys that resolve it.
     """
-    rows, columns = block
+    rows, columns = (1 if side == WHOLE else side for side in block)
     last_of_group = {fused_group(name): name for name in converted if fused_group(name)}
     for name in converted:
         out, in_ = shapes[name]
@@ -141,6 +141,7 @@ def _whole(name: str, what: str, size: int, parts: int, unit: int, block: tuple[
         return
     shard = f"{size} / {parts} = {size / parts:g}" if parts > 1 else f"{size}"
     expert = ".experts." in name
+    block = tuple("whole" if side == WHOLE else side for side in block)
     needs = "or vLLM would quantise in smaller blocks than the trainer" if expert else "as vLLM needs it"
     raise ConfigError(
         f"blocks of {block[0]}x{block[1]} with actor_rollout_ref.rollout.tensor_model_parallel_size={parts}"

@@ -28,7 +28,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from verl_fp8.errors import ConfigError, DataError
-from verl_fp8.recipe import SCALE_FORMATS, Recipe
+from verl_fp8.recipe import SCALE_FORMATS, WHOLE, Recipe
 
 FP8_DTYPE = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -58,7 +58,7 @@ class QuantizedTensor:
         data: [M, K] float8_e4m3fn.
         scale_inv: [ceil(M / rows), ceil(K / columns)] float32; multiply by it to dequantise (vLLM's
             ``weight_scale_inv``).
-        block: (rows, columns).
+        block: (rows, columns), either of them :data:`~verl_fp8.recipe.WHOLE`.
     """
 
     data: torch.Tensor
@@ -83,13 +83,14 @@ class QuantizedTensor:
         if not self.data.is_contiguous() and self.data.t().is_contiguous():
             return self.t().dequantize(dtype).t()
         out = torch.empty(self.data.shape, dtype=dtype, device=self.data.device)
-        step = _rows_at_once(self.data, self.block[0])
+        block = _sides(self.data, self.block)
+        step = _rows_at_once(self.data, block[0])
         for start in range(0, self.data.shape[0] if self.data.numel() else 0, step):
             codes, part = self.data[start : start + step], out[start : start + step]
             values = part if dtype == torch.float32 else torch.empty_like(part, dtype=torch.float32)
             _decode(codes, values)
-            first = start // self.block[0]
-            _scale_(values, self.scale_inv[first : first + -(-codes.shape[0] // self.block[0])], self.block)
+            first = start // block[0]
+            _scale_(values, self.scale_inv[first : first + -(-codes.shape[0] // block[0])], block)
             if values is not part:
                 part.copy_(values)
         return out
@@ -109,7 +110,7 @@ def quantize(
     Args:
         x: [M, K] bfloat16, float16 or float32, any strides; M or K may be 0 and need not be multiples of the block.
         block: (rows, columns) sharing a scale: (128, 128) for weights, (1, 128) for activations along K, (128, 1) along
-            tokens.
+            tokens; :data:`~verl_fp8.recipe.WHOLE` is all of a side.
         scale_format: ``fp32`` or ``pow2``.
         eps: floor on amax.
         check_finite: raise on infinity and NaN (weights). If False they follow TransformerEngine's formula: an infinity
@@ -130,7 +131,7 @@ def quantize(
     data = torch.empty(x.shape, dtype=FP8_DTYPE, device=x.device)
     scale_inv = torch.empty((-(-height // rows), -(-width // columns)), dtype=torch.float32, device=x.device)
     if x.numel() == 0:
-        return QuantizedTensor(data, scale_inv, (rows, columns))
+        return QuantizedTensor(data, scale_inv, tuple(block))
     int_dtype, mask, infinity = _BITS[x.dtype]
     step = _rows_at_once(x, rows)
     bits_buffer = torch.empty((min(step, height), width), dtype=int_dtype, device=x.device)
@@ -161,7 +162,7 @@ def quantize(
             # sign, as cvt.satfinite does.
             values.clamp_(-FP8_MAX, FP8_MAX).masked_fill_(values.isnan(), float("nan"))
         data[start : start + step].copy_(values)
-    return QuantizedTensor(data, scale_inv, (rows, columns))
+    return QuantizedTensor(data, scale_inv, tuple(block))
 
 
 def amax_bits(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
@@ -398,10 +399,14 @@ def _check(x: torch.Tensor, block: tuple[int, int], scale_format: str) -> tuple[
     if scale_format not in SCALE_FORMATS:
         known = ", ".join(SCALE_FORMATS)
         raise ConfigError(f"fp8.recipe.scale_format={scale_format!r}", "no such format", f"use one of {known}")
-    rows, columns = block
-    if rows < 1 or columns < 1:
+    if any(side < 1 and side != WHOLE for side in block):
         raise ConfigError(f"blocks of {tuple(block)}", "not positive", "give positive fp8.recipe.weight_block")
-    return rows, columns
+    return _sides(x, block)
+
+
+def _sides(x: torch.Tensor, block: tuple[int, int]) -> tuple[int, int]:
+    """The block's sides in values; of an empty tensor's whole side 1."""
+    return tuple(max(1, size) if side == WHOLE else side for size, side in zip(x.shape, block, strict=True))
 
 
 def _not_finite(x: torch.Tensor) -> DataError:

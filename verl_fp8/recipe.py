@@ -19,6 +19,12 @@ SCALE_FORMATS = ("fp32", "pow2")
 BACKWARDS = ("fp8", "high_precision", "dequantized")
 FORMATS = ("e4m3",)
 
+# In a block: the whole side of the matrix, as in vLLM's GroupShape (quantization/utils/quant_utils.py).
+WHOLE = -1
+# fp8.recipe.weights and fp8.recipe.activations -> the values that share a scale; None: fp8.recipe.weight_block says.
+WEIGHTS = MappingProxyType({"block": None, "channel": (1, WHOLE), "tensor": (WHOLE, WHOLE)})
+ACTIVATIONS = MappingProxyType({"group": None, "token": (1, WHOLE), "tensor": (WHOLE, WHOLE)})
+
 # vLLM builds one linear out of these (vllm/model_executor/models/*.py, `packed_modules_mapping`; DeepSeek's
 # fused_qkv_a_proj), and refuses a fused layer of which only some shards are quantised (quant_utils.py,
 # is_layer_skipped).
@@ -43,8 +49,10 @@ class Recipe:
     """The arithmetic of one FP8 run; see the numerics contract in :mod:`verl_fp8.numerics`.
 
     Attributes:
-        weight_block: (rows, columns) of a weight [out, in] that share a scale.
-        activation_block: (1, n): n values along the contracted dimension of an activation share a scale.
+        weight_block: (rows, columns) of a weight [out, in] that share a scale; (1, WHOLE) is one scale an output channel,
+            (WHOLE, WHOLE) one a tensor.
+        activation_block: (1, n): n values along the contracted dimension of an activation share a scale; with weights
+            whole along it (1, WHOLE), one scale a token, or (WHOLE, WHOLE), one for all tokens of a forward pass.
         gradient_block: (1, n), the same for output gradients.
         scale_format: ``fp32`` (s = 448 / amax) or ``pow2`` (the same with the mantissa cleared).
         eps: floor on amax before the division; 0.0 is TransformerEngine's default (recipe.Float8BlockScaling).
@@ -69,11 +77,14 @@ class Recipe:
     def __post_init__(self) -> None:
         for key in ("weight_block", "activation_block", "gradient_block"):
             object.__setattr__(self, key, _block(key, getattr(self, key)))
+        if WHOLE in self.weight_block and self.weight_block not in WEIGHTS.values():
+            raise _bad("weight_block", self.weight_block, "give two positive integers, e.g. [128, 128]")
         columns = self.weight_block[1]
-        for key in ("activation_block", "gradient_block"):
-            if getattr(self, key) != (1, columns):
+        whole = ((WHOLE, WHOLE),) if columns == WHOLE else ()
+        for key, more in (("activation_block", whole), ("gradient_block", ())):
+            if getattr(self, key) not in ((1, columns), *more):
                 # One scale of each operand must cover the same stretch of the contracted dimension, as in
-                # DeepGEMM, cuBLASLt and vLLM's block GEMMs; blocks over several tokens would mix samples.
+                # DeepGEMM, cuBLASLt and vLLM's GEMMs; blocks over several tokens would mix samples.
                 raise _bad(key, getattr(self, key), f"set it to [1, {columns}], the columns of fp8.recipe.weight_block")
         for key, allowed in (("scale_format", SCALE_FORMATS), ("backward", BACKWARDS), ("fmt", FORMATS)):
             value = getattr(self, key)
@@ -83,6 +94,22 @@ class Recipe:
         if not number or not math.isfinite(self.eps) or self.eps < 0:
             raise _bad("eps", self.eps, "set it to a finite number >= 0 (0.0 is TransformerEngine's)")
         object.__setattr__(self, "eps", float(self.eps))
+
+    @property
+    def weights(self) -> str:
+        """``block``, ``channel`` or ``tensor``: what shares a scale."""
+        return _granularity(WEIGHTS, self.weight_block)
+
+    @property
+    def activations(self) -> str:
+        """``group``, ``token`` or ``tensor``: what shares a scale."""
+        return _granularity(ACTIVATIONS, self.activation_block)
+
+    @property
+    def granularity(self) -> str:
+        """For people: ``weights 128x128, activations 1x128``, ``weights per tensor, activations per token``."""
+        sides = (("weights", self.weights, self.weight_block), ("activations", self.activations, self.activation_block))
+        return ", ".join(f"{side} {f'per {name}' if WHOLE in block else f'{block[0]}x{block[1]}'}" for side, name, block in sides)
 
     def to_dict(self) -> dict:
         """Plain values only (blocks as lists), so that it survives JSON, YAML and Hydra unchanged."""
@@ -242,10 +269,15 @@ def _refuse_split_groups(reasons: Mapping[str, str | None]) -> None:
             )
 
 
+def _granularity(names: Mapping[str, tuple[int, int] | None], block: tuple[int, int]) -> str:
+    default = next(name for name, shared in names.items() if shared is None)
+    return next((name for name, shared in names.items() if shared == block), default)
+
+
 def _block(key: str, value: object) -> tuple[int, int]:
     # OmegaConf's ListConfig is a Sequence but not a list.
     listed = isinstance(value, Sequence) and not isinstance(value, str)
-    if not listed or len(value) != 2 or not all(type(v) is int and v > 0 for v in value):
+    if not listed or len(value) != 2 or not all(type(v) is int and (v > 0 or v == WHOLE) for v in value):
         raise _bad(key, value, "give two positive integers, e.g. [128, 128]")
     return tuple(value)
 

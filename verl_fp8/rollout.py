@@ -22,14 +22,17 @@ def shard_names(model: torch.nn.Module, prefix: str) -> list[str]:
 
 
 def fp8_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """vLLM's block-FP8 linear and experts modules, by the name of the checkpoint's module."""
+    """vLLM's FP8 linear and experts modules of the recipe, by the name of the checkpoint's module."""
     from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
+
+    def ours(method: object) -> bool:
+        in_blocks = isinstance(method, (Fp8LinearMethod, Fp8MoEMethod)) and method.block_quant
+        return in_blocks or hasattr(method, "serves_verl_fp8")  # vllm_cpu.reference_config
 
     return {
         module.layer_name if is_experts(module) else name: module
         for name, module in model.named_modules()
-        if isinstance(getattr(module, "quant_method", None), (Fp8LinearMethod, Fp8MoEMethod))
-        and module.quant_method.block_quant
+        if ours(getattr(module, "quant_method", None))
     }
 
 
@@ -46,7 +49,7 @@ def expert_names(prefix: str, module: torch.nn.Module) -> list[str]:
 
 def _kernel(module: torch.nn.Module) -> object:
     method = module.quant_method
-    return method.moe_kernel.fused_experts if is_experts(module) else method.fp8_linear
+    return method.moe_kernel.fused_experts if is_experts(module) else getattr(method, "fp8_linear", method)
 
 
 def _expert_shard(
@@ -168,7 +171,7 @@ class Fp8WorkerExtension(vLLMColocateWorkerExtension):
             layers = f"{len(self._fp8_owner)} linear layers, kernel {', '.join(kernels)}" if kernels else "no FP8 layer (fp8.mode=bf16)"
             print(
                 f"FP8 rollout: {layers}, "
-                f"recipe {settings.recipe.digest()}, layers {digest_of_layers(self._fp8_owner)}, "
+                f"recipe {settings.recipe.digest()} ({settings.recipe.granularity}), layers {digest_of_layers(self._fp8_owner)}, "
                 f"weights as {settings.weight_sync}, all bytes equal to the trainer's"
             )
 

@@ -11,9 +11,11 @@ from typing import Any
 from verl_fp8 import hardware
 from verl_fp8.errors import ConfigError
 from verl_fp8.hardware import BACKENDS, ROLLOUT_KERNELS
-from verl_fp8.recipe import LayerFilter, Recipe
+from verl_fp8.recipe import ACTIVATIONS, WEIGHTS, LayerFilter, Recipe
 
 MODES = ("unified", "rollout", "bf16")
+# What +fp8= takes: the modes, and conf/fp8/rollout_per_tensor.yaml, which is rollout with two keys set.
+CHOICES = (*MODES, "rollout_per_tensor")
 WEIGHT_SYNCS = ("codes", "bf16")
 LM_HEADS = ("model", "fp32")
 
@@ -72,23 +74,18 @@ class Fp8Settings:
         _refuse_unknown("fp8", node, known)
         layers = LayerFilter(exclude=recipe.pop("exclude", ()))
         known_recipe = {f.name for f in fields(Recipe)} - {"activation_block", "gradient_block"}
-        _refuse_unknown("fp8.recipe", recipe, known_recipe | {"exclude"})
+        _refuse_unknown("fp8.recipe", recipe, known_recipe | {"exclude", "weights", "activations"})
         requested = recipe.pop("scale_format", "auto")
         if capability == "probe":
             capability = hardware.probe().capability
         recipe["scale_format"] = hardware.resolve_scale_format(requested, capability)
-        block = recipe.get("weight_block", (128, 128))
-        if isinstance(block, (list, tuple)) or hasattr(block, "__len__") and not isinstance(block, (str, Mapping)):
-            # One scale of each operand covers the same stretch of K, so the other two follow from the weight's columns.
-            columns = block[1] if len(block) == 2 else None
-            recipe["activation_block"] = recipe["gradient_block"] = (1, columns)
-            if columns is None or type(columns) is not int:
-                recipe.pop("activation_block"), recipe.pop("gradient_block")  # Recipe names weight_block
+        mode = _one_of("fp8.mode", node.get("mode", "unified"), MODES)
+        _set_blocks(recipe, mode)
         timeout = node.get("sync_timeout", 60.0)
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
             raise ConfigError(f"fp8.sync_timeout={timeout!r}", "not a positive number", "set fp8.sync_timeout to seconds")
-        return cls(
-            mode=_one_of("fp8.mode", node.get("mode", "unified"), MODES),
+        settings = cls(
+            mode=mode,
             backend=_one_of("fp8.backend", node.get("backend", "auto"), BACKENDS),
             rollout_kernel=_one_of("fp8.rollout_kernel", node.get("rollout_kernel", "auto"), ROLLOUT_KERNELS),
             weight_sync=_one_of("fp8.weight_sync", node.get("weight_sync", "codes"), WEIGHT_SYNCS),
@@ -99,6 +96,8 @@ class Fp8Settings:
             recipe=Recipe.from_dict(recipe),
             layers=layers,
         )
+        _check_granularity(settings)
+        return settings
 
 
 @dataclass(frozen=True)
@@ -184,6 +183,54 @@ AIS_STAGE_KEYS = ("scope", "mode", "delta_factor", "delta_steps")
 COMMON_KEYS = ("method", "allow_truncated_support", "dump", "dump_steps", "dump_max_bytes")
 SCOPES = ("batch", "mini_batch")
 AIS_MODES = ("apply", "shadow")
+
+
+def _set_blocks(recipe: dict[str, Any], mode: str) -> None:
+    """Turn ``weights``, ``activations`` and ``weight_block`` into the three blocks of :class:`Recipe`, in place."""
+    weights = _one_of("fp8.recipe.weights", recipe.pop("weights", "block"), tuple(WEIGHTS))
+    activations = _one_of("fp8.recipe.activations", recipe.pop("activations", "group"), tuple(ACTIVATIONS))
+    asked = f"fp8.recipe.weights={weights}, fp8.recipe.activations={activations}"
+    if mode == "unified" and (weights, activations) != ("block", "group"):
+        raise ConfigError(
+            asked,
+            "fp8.mode=unified: TransformerEngine's blockwise recipe and torch's scaled_mm train with blocks",
+            "use +fp8=rollout (bf16 training), or set fp8.recipe.weights=block and fp8.recipe.activations=group",
+        )
+    if (weights == "block") != (activations == "group"):
+        # One scale of each operand covers the same stretch of K.
+        others = "token or tensor" if activations == "group" else "group"
+        raise ConfigError(
+            asked,
+            "scales that no GEMM combines: of one operand over a stretch of the contracted dimension, of the other over all of it",
+            f"set fp8.recipe.activations={others}, or fp8.recipe.weights={'block' if weights != 'block' else 'channel or tensor'}",
+        )
+    block = recipe.get("weight_block", (128, 128))
+    listed = hasattr(block, "__len__") and not isinstance(block, (str, Mapping))
+    if weights != "block":
+        if not listed or list(block) != [128, 128]:
+            found = f"fp8.recipe.weight_block={block}, which only weights=block reads"
+            raise ConfigError(asked, found, "remove fp8.recipe.weight_block, or set fp8.recipe.weights=block")
+        recipe["weight_block"], recipe["activation_block"] = WEIGHTS[weights], ACTIVATIONS[activations]
+        recipe["gradient_block"] = ACTIVATIONS["token"]  # no trainer's: refused above
+    elif listed and any(type(side) is int and side < 1 for side in block):
+        raise ConfigError(f"fp8.recipe.weight_block={block}", "not a value it can take", "give two positive integers, e.g. [128, 128]")
+    elif listed and len(block) == 2 and type(block[1]) is int:
+        # The other two follow from the weight's columns; of anything else Recipe names weight_block.
+        recipe["activation_block"] = recipe["gradient_block"] = (1, block[1])
+
+
+def _check_granularity(settings: Fp8Settings) -> None:
+    """The backends and vLLM's kernels on a GPU know blocks only."""
+    recipe = settings.recipe
+    if recipe.weights == "block":
+        return
+    asked = f"fp8.recipe.weights={recipe.weights}, fp8.recipe.activations={recipe.activations}"
+    if settings.backend not in ("auto", "reference"):
+        raise ConfigError(asked, f"fp8.backend={settings.backend}, whose scales are of 128x128 blocks", "remove fp8.backend")
+    if settings.rollout_kernel != "auto":
+        raise ConfigError(
+            asked, f"fp8.rollout_kernel={settings.rollout_kernel}, a kernel of 128x128 blocks", "remove fp8.rollout_kernel"
+        )
 
 
 def _dump(node: Mapping[str, Any]) -> DumpSettings | None:

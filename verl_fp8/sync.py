@@ -13,7 +13,7 @@ import torch
 
 from verl_fp8.errors import DataError, SyncError
 from verl_fp8.numerics import QuantizedTensor, checksum, quantize
-from verl_fp8.recipe import digest_of_layers
+from verl_fp8.recipe import WHOLE, digest_of_layers
 from verl_fp8.settings import Fp8Settings
 
 MANIFEST = "verl_fp8.manifest"
@@ -189,6 +189,11 @@ class Incoming:
         self._complete = True
 
 
+def scales_over(size: int, unit: int) -> int:
+    """How many scales cover ``size`` values of one side in blocks of ``unit``."""
+    return 1 if unit == WHOLE else -(-size // unit)
+
+
 def loaded_shard(
     parameter: torch.Tensor, full: torch.Tensor, widths: list[int], index: int, unit: tuple[int, int], tp: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -199,11 +204,12 @@ def loaded_shard(
         full: the checkpoint tensor [out, in].
         widths: local output sizes of the fused parts, in weights (vLLM's ``logical_widths``).
         index: which part ``full`` is.
-        unit: rows and columns of weights that one element of ``full`` stands for: (1, 1) for codes, the block for scales.
+        unit: rows and columns of weights that one element of ``full`` stands for: (1, 1) for codes, the block for scales,
+            where :data:`~verl_fp8.recipe.WHOLE` is a side of the whole checkpoint tensor: every rank holds its scale.
         tp: (rank, size).
     """
     rank, size = tp
-    local = [-(-w // unit[0]) for w in widths]
+    local = [scales_over(w, unit[0]) for w in widths]
     start = sum(local[:index])
     held = parameter[start : start + local[index]]
     parts = max(full.shape[0] // max(local[index], 1), 1)

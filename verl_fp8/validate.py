@@ -17,7 +17,7 @@ from verl_fp8.corrections import ais_config, rollout_correction, same_setting, t
 from verl_fp8.dump import check_folder, run_of
 from verl_fp8.errors import ConfigError
 from verl_fp8.exact_hf import check_config
-from verl_fp8.hardware import probe, resolve_backend, resolve_rollout_kernel
+from verl_fp8.hardware import probe, refuse_whole_sides, resolve_backend, resolve_rollout_kernel
 from verl_fp8.layout import check_tensor_parallel, load_config, split_layers
 from verl_fp8.settings import CorrectionSettings, Fp8Settings
 from verl_fp8.vllm_arguments import EXTENSION, environment, fp8_arguments
@@ -181,8 +181,11 @@ def _check_rollout(config: DictConfig, fp8: Fp8Settings, asked: str) -> None:
 def _check_hardware(config: DictConfig, fp8: Fp8Settings) -> tuple[str | None, str | None]:
     """(the trainer's backend, vLLM's kernel) on this machine, or None for both where it cannot be told."""
     machine = probe()
-    if machine.capability is None and get(config, "trainer.device") != "cpu":
-        return None, None
+    if get(config, "trainer.device") != "cpu":
+        if fp8.recipe.weights != "block":
+            refuse_whole_sides(fp8.recipe, f"fp8.mode={fp8.mode}")
+        if machine.capability is None:
+            return None, None
     if fp8.layer_filter is None:
         return "bf16", "bf16"
     backend = "bf16" if fp8.mode == "rollout" else resolve_backend("reference" if fp8.exact else fp8.backend, fp8.recipe, machine)
@@ -220,6 +223,13 @@ def _check_model(config: DictConfig, fp8: Fp8Settings) -> tuple[tuple[str, ...],
             f"set actor_rollout_ref.model.{key} to the unquantised model",
         )
     converted, kept, shapes = split_layers(hf_config, fp8.layer_filter)
+    experts = next((name for name in converted if ".experts." in name), None)
+    if fp8.recipe.weights != "block" and experts is not None:
+        raise ConfigError(
+            f"fp8.recipe.weights={fp8.recipe.weights}",
+            f"{experts}: experts are quantised in blocks only",
+            "keep the experts in bf16: fp8.recipe.exclude=['*.mlp.experts.*'], or set fp8.recipe.weights=block",
+        )
     tp = get(config, "actor_rollout_ref.rollout.tensor_model_parallel_size", 1)
     if type(tp) is not int or tp < 1:
         path = "actor_rollout_ref.rollout.tensor_model_parallel_size"
@@ -240,7 +250,8 @@ def _check_bf16(fp8: Fp8Settings) -> None:
     """Without FP8 layers the keys that describe them would do nothing."""
     plain = Fp8Settings(mode="bf16")
     recipe, ours = fp8.recipe.to_dict(), plain.recipe.to_dict()
-    keys = {f"recipe.{k}": (v, ours[k]) for k, v in recipe.items() if k != "scale_format" and k in ours}
+    keys = {f"recipe.{k}": (getattr(fp8.recipe, k), getattr(plain.recipe, k)) for k in ("weights", "activations")}
+    keys |= {f"recipe.{k}": (v, ours[k]) for k, v in recipe.items() if k != "scale_format" and k in ours}
     keys |= {"recipe.exclude": (fp8.layers.exclude, ()), "recipe.scale_format": (fp8.scale_format, "auto")}
     keys |= {k: (getattr(fp8, k), getattr(plain, k)) for k in ("backend", "rollout_kernel", "weight_sync")}
     for key, (found, default) in keys.items():

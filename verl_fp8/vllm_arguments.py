@@ -13,6 +13,8 @@ from verl_fp8.settings import Fp8Settings
 
 EXTENSION = "verl_fp8.rollout.Fp8WorkerExtension"
 NODE = "verl_fp8"
+# vLLM's name of our own quantisation method, for scales over whole sides (verl_fp8.vllm_cpu).
+METHOD = "verl_fp8"
 
 
 def plain(node: Any) -> Any:
@@ -23,8 +25,8 @@ def plain(node: Any) -> Any:
 def fp8_arguments(fp8: Any, model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The user's ``engine_kwargs.vllm`` with ours added.
 
-    ``hf_overrides.quantization_config`` is vLLM's fp8 block format with the exact names of the layers kept in bf16
-    (absent for ``fp8.mode=bf16``);
+    ``hf_overrides.quantization_config`` is vLLM's fp8 block format, or our own method's for scales over whole sides, with
+    the exact names of the layers kept in bf16 (absent for ``fp8.mode=bf16``);
     ``additional_config.verl_fp8`` carries the whole ``fp8`` node to the vLLM workers, whose kernel and handshake read it.
 
     Raises:
@@ -41,6 +43,8 @@ def fp8_arguments(fp8: Any, model: Any, kwargs: dict[str, Any]) -> dict[str, Any
         "weight_block_size": list(settings.recipe.weight_block),
         "ignored_layers": sorted(kept),
     }
+    if settings.recipe.weights != "block":
+        quantization = {"quant_method": METHOD, "ignored_layers": quantization["ignored_layers"]}
     if settings.layer_filter is None:
         quantization = None
     if overrides.get("quantization_config", quantization) != quantization:

@@ -1,7 +1,13 @@
-"""vLLM on CPU: a true W8A8 block kernel on our quantiser, and live weights in unquantised layers.
+"""vLLM on CPU: true W8A8 linear layers on our quantiser, and live weights in unquantised layers.
 
-The kernel goes into vLLM's own kernel table (vllm/model_executor/kernels/linear/__init__.py, _POSSIBLE_FP8_BLOCK_KERNELS);
-``register_linear_kernel`` there has no block kind. vLLM's only CPU block kernel needs AMX and quantises no activations.
+The block kernel goes into vLLM's own kernel table (vllm/model_executor/kernels/linear/__init__.py,
+_POSSIBLE_FP8_BLOCK_KERNELS); ``register_linear_kernel`` there has no block kind. vLLM's only CPU block kernel needs AMX and
+quantises no activations.
+
+Weights with one scale a tensor or a channel are a quantisation method of our own, through vLLM's registry: vLLM's method
+for them (fp8.py, process_fp8_weight_tensor_strategy) requantises the parts of a fused layer to their largest scale and
+transposes the codes, so that the rollout would hold other codes than the trainer sent, and no later sync would fit. Here
+each part of a fused layer keeps its own scale.
 """
 
 import torch
@@ -10,8 +16,10 @@ import wrapt
 from verl_fp8 import exact, vendored, vllm_moe_cpu
 from verl_fp8.contract import require
 from verl_fp8.numerics import QuantizedTensor, gemm, quantize
+from verl_fp8.recipe import Recipe
 from verl_fp8.rollout import DEQUANTIZED
-from verl_fp8.vllm_arguments import settings_of
+from verl_fp8.sync import scales_over
+from verl_fp8.vllm_arguments import METHOD, settings_of
 
 
 def install() -> None:
@@ -19,8 +27,11 @@ def install() -> None:
     require("vllm_cpu")
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
     from vllm.platforms import PlatformEnum
 
+    if METHOD not in QUANTIZATION_METHODS:
+        register_quantization_config(METHOD)(reference_config())
     kernel = reference_kernel()
     table = linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU]
     if all(k.__name__ != kernel.__name__ for k in table):
@@ -61,6 +72,43 @@ def _exact_dense(layer: torch.nn.Module):
     return lambda x, weight, bias: exact.dense(x, weight, bias, torch.float32 if head else x.dtype)
 
 
+def w8a8(
+    layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe, accumulate: torch.dtype
+) -> torch.Tensor:
+    """y = Q(x) @ Q(W).T + bias of one of vLLM's linear layers, by verl_fp8.numerics.
+
+    Args:
+        layer: holds ``weight`` (codes [N, K]), ``weight_scale_inv``, and ``logical_widths``, the rows of its fused parts.
+        x: [..., K]. A whole side of ``recipe.activation_block`` is what this rank has of it: with tensor parallelism a
+            row-parallel layer's scale is over its own columns.
+        accumulate: see :func:`verl_fp8.numerics.gemm`.
+
+    Returns:
+        [..., N] in x's dtype.
+    """
+    weight = layer.__dict__.get(DEQUANTIZED)
+    if weight is None:
+        # Once a sync: dequantising on every call costs three times the GEMM. The extension drops it.
+        weight = layer.__dict__[DEQUANTIZED] = _dequantized(layer, recipe, accumulate)
+    flat = x.reshape(-1, x.shape[-1])
+    quantized = quantize(flat, recipe.activation_block, scale_format=recipe.scale_format, eps=recipe.eps, check_finite=False)
+    y = gemm(quantized, weight, x.dtype, accumulate=accumulate)
+    if bias is not None:
+        y = y + bias
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _dequantized(layer: torch.nn.Module, recipe: Recipe, dtype: torch.dtype) -> torch.Tensor:
+    """[N, K]; a block that is a whole side ends where its part of a fused layer ends."""
+    widths = layer.logical_widths
+    scales = layer.weight_scale_inv.data.split([scales_over(width, recipe.weight_block[0]) for width in widths])
+    parts = [
+        QuantizedTensor(codes, scale_inv, recipe.weight_block).dequantize(dtype)
+        for codes, scale_inv in zip(layer.weight.data.split(widths), scales, strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 def reference_kernel() -> type:
     """The kernel class; built on call, since its base can only be imported inside vLLM's processes."""
     from vllm.config import get_current_vllm_config
@@ -90,25 +138,100 @@ def reference_kernel() -> type:
             """Nothing: the parameters stay as loaded, so that every sync lands in them."""
 
         def apply_weights(self, layer, x, bias=None, **kwargs):
-            weight = layer.__dict__.get(DEQUANTIZED)
-            if weight is None:
-                # Once a sync: dequantising on every call costs three times the GEMM. The extension drops it.
-                codes = QuantizedTensor(layer.weight.data, layer.weight_scale_inv.data, self.recipe.weight_block)
-                weight = layer.__dict__[DEQUANTIZED] = codes.dequantize(self.accumulate)
-            flat = x.reshape(-1, x.shape[-1])
-            quantized = quantize(
-                flat,
-                self.recipe.activation_block,
-                scale_format=self.recipe.scale_format,
-                eps=self.recipe.eps,
-                check_finite=False,
-            )
-            y = gemm(quantized, weight, x.dtype, accumulate=self.accumulate)
-            if bias is not None:
-                y = y + bias
-            return y.reshape(*x.shape[:-1], y.shape[-1])
+            return w8a8(layer, x, bias, self.recipe, self.accumulate)
 
         def apply_block_scaled_mm(self, A, B, As, Bs):
             raise NotImplementedError("apply_weights does the whole product")
 
     return ReferenceFp8BlockKernel
+
+
+def reference_config() -> type:
+    """The class of ``quant_method: verl_fp8``; built on call, as :func:`reference_kernel`."""
+    from vllm.config import get_current_vllm_config
+    from vllm.model_executor.layers.linear import (
+        LinearBase,
+        LinearMethodBase,
+        UnquantizedLinearMethod,
+        register_weight_loader_v2_supported_method,
+    )
+    from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+    from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
+    from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter, PerTensorScaleParameter
+
+    @register_weight_loader_v2_supported_method
+    class ReferenceFp8LinearMethod(LinearMethodBase):
+        """y = Q(x) @ Q(W).T by verl_fp8.numerics, with one scale a weight tensor or a channel of it."""
+
+        # rollout.fp8_modules knows the layers of the recipe by it.
+        serves_verl_fp8 = True
+
+        def __init__(self, recipe):
+            self.recipe = recipe
+
+        def create_weights(
+            self,
+            layer,
+            input_size_per_partition,
+            output_partition_sizes,
+            input_size,
+            output_size,
+            params_dtype,
+            **extra_weight_attrs,
+        ):
+            loader, rows = extra_weight_attrs["weight_loader"], sum(output_partition_sizes)
+            layer.logical_widths, layer.weight_block_size = output_partition_sizes, list(self.recipe.weight_block)
+            codes = torch.empty(rows, input_size_per_partition, dtype=torch.float8_e4m3fn)
+            layer.register_parameter("weight", ModelWeightParameter(data=codes, input_dim=1, output_dim=0, weight_loader=loader))
+            if self.recipe.weights == "tensor":
+                scale = PerTensorScaleParameter(data=torch.ones(len(output_partition_sizes), 1), weight_loader=loader)
+            else:
+                scale = ChannelQuantScaleParameter(data=torch.ones(rows, 1), output_dim=0, weight_loader=loader)
+            layer.register_parameter("weight_scale_inv", scale)
+
+        def process_weights_after_loading(self, layer):
+            """Nothing: the parameters stay as loaded, so that every sync lands in them."""
+
+        def apply(self, layer, x, bias=None):
+            return w8a8(layer, x, bias, self.recipe, torch.float32)
+
+    class ReferenceFp8Config(QuantizationConfig):
+        """Which linear layers of a model are ours: all but ``ignored_layers``."""
+
+        def __init__(self, ignored_layers):
+            super().__init__()
+            self.ignored_layers = ignored_layers
+
+        @classmethod
+        def get_name(cls):
+            return METHOD
+
+        @classmethod
+        def get_supported_act_dtypes(cls):
+            return [torch.bfloat16]
+
+        @classmethod
+        def get_min_capability(cls):
+            return 0
+
+        @staticmethod
+        def get_config_filenames():
+            return []
+
+        @classmethod
+        def from_config(cls, config):
+            return cls(config["ignored_layers"])
+
+        @classmethod
+        def override_quantization_method(cls, hf_quant_cfg, user_quant, hf_config=None):
+            # verl knows three values of rollout.quantization and passes on `fp8`; the model's configuration says which.
+            return METHOD if hf_quant_cfg.get("quant_method") == METHOD else None
+
+        def get_quant_method(self, layer, prefix):
+            if not isinstance(layer, LinearBase):
+                return None
+            if is_layer_skipped(prefix, self.ignored_layers, self.packed_modules_mapping):
+                return UnquantizedLinearMethod()
+            return ReferenceFp8LinearMethod(settings_of(get_current_vllm_config()).recipe)
+
+    return ReferenceFp8Config

@@ -12,10 +12,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_fp8.errors import ConfigError
-from verl_fp8.settings import METHODS, MODES
+from verl_fp8.settings import CHOICES, METHODS
 from verl_fp8.vllm_arguments import NODE
 
-GROUPS = {"fp8": MODES, "is_correction": METHODS}
+GROUPS = {"fp8": CHOICES, "is_correction": METHODS}
 
 # Where the groups put their nodes; everywhere else nothing reads them.
 _PLACES = {

@@ -204,6 +204,11 @@ BAD_LINES = [
     ("+actor_rollout_ref.is_correction=ais", "+is_correction"),
     ("+is_corection=ais", "+is_correction"),
     ("+fp_8=unified", "+fp8"),
+    ("+actor_rollout_ref.fp8=rollout_per_tensor", "+fp8"),
+    ("+fp8=unified fp8.recipe.weights=tensor fp8.recipe.activations=tensor", "fp8.recipe.weights=tensor"),
+    ("+fp8=rollout_per_tensor fp8.backend=te", "fp8.backend=te"),
+    ("+fp8=rollout_per_tensor trainer.device=cuda", "fp8.recipe.weights=tensor"),
+    ("+fp8=bf16 fp8.recipe.weights=channel fp8.recipe.activations=token", "fp8.recipe.weights=channel"),
     (f"+fp8=unified {A}._target_=verl.workers.config.FSDPActorConfig", f"{A}._target_"),
     (f"+is_correction=ais {A}._target_=verl.workers.config.FSDPActorConfig", f"{A}._target_"),
     (f"+is_correction=ais {M}._target_=verl.workers.config.HFModelConfig", f"{M}._target_"),
@@ -228,6 +233,9 @@ GOOD = [
     "+fp8=unified +is_correction=none",
     "+fp8=unified +is_correction=ais",
     "+is_correction=ais +fp8=unified",
+    "+fp8=rollout_per_tensor +is_correction=ais",
+    "+fp8=rollout fp8.recipe.weights=channel fp8.recipe.activations=token fp8.weight_sync=bf16",
+    f"+fp8=rollout_per_tensor {R}.tensor_model_parallel_size=2",
     "+fp8=rollout +is_correction=tis",
     f"+fp8=unified +is_correction=ais {A}.strategy=fsdp2",
     f"+fp8=unified +is_correction=ais {M}.external_lib=mine",
@@ -376,6 +384,14 @@ def test_an_already_quantised_model_is_refused(tiny_model, tmp_path):
     values = json.loads(Path(tiny_model, "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
     (tmp_path / "config.json").write_text(json.dumps(values))
     assert "quantization_config" in said(str(tmp_path), SWITCHES)
+
+
+def test_experts_are_quantised_in_blocks_only(make_model):
+    """One scale a tensor reaches no expert: refused, with the key that keeps them in bf16 and does pass."""
+    model = make_model("qwen3_moe")
+    message = said(model, ["+fp8=rollout_per_tensor"])
+    assert "fp8.recipe.weights=tensor" in message and "fp8.recipe.exclude=['*.mlp.experts.*']" in message
+    assert said(model, ["+fp8=rollout_per_tensor", "fp8.recipe.exclude=['*.mlp.experts.*']"]) is None
 
 
 def cli(arguments, **environment):

@@ -1,4 +1,4 @@
-"""AIS with its options in a real training run, its dump, and the dump's replay."""
+"""AIS with its options in a real training run with an FP8 rollout of one scale a tensor, its dump, and the dump's replay."""
 
 import json
 import subprocess
@@ -12,8 +12,8 @@ pytestmark = pytest.mark.e2e
 
 
 def test_ais_by_mini_batch_with_a_measured_floor(root, tmp_path, capsys):
-    """Two optimizer steps a batch, each with its own alpha; delta from the first two steps; a dump that replays to the
-    same."""
+    """One scale a tensor in every sync; two optimizer steps a batch, each with its own alpha; delta from the first two
+    steps; a dump that replays to the same."""
     out, dump = tmp_path / "run", tmp_path / "dump"
     arguments = [
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",
@@ -29,13 +29,20 @@ def test_ais_by_mini_batch_with_a_measured_floor(root, tmp_path, capsys):
         "tiny",
         "--steps",
         "3",
+        "--fp8",
+        "rollout_per_tensor",
         "--correction",
         "ais",
     ]
     done = subprocess.run([*command, "--out", str(out), *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
+    log = (out / "train.log").read_text()
+    assert "FP8 rollout of 14 of 15 linear layers, actor in bf16, weights per tensor, activations per tensor" in log
+    assert "FP8 rollout: 14 linear layers, kernel ReferenceFp8LinearMethod" in log and "all bytes equal to the trainer's" in log
     steps = [json.loads(line)["data"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    # Two layers of four 256x256 and three 256x512 weights; fourteen float32 scales.
+    assert {s["fp8/sync_bytes_per_weight"] for s in steps} == {1 + 14 * 4 / (2 * (4 * 256**2 + 3 * 256 * 512))}
     assert [s["ais/noise_floor_steps"] for s in steps] == [1, 2, 2]
     for s in steps:
         assert s["ais/mini_batches"] == 2.0

@@ -16,7 +16,7 @@ from verl_fp8.hardware import (
     resolve_rollout_kernel,
     resolve_scale_format,
 )
-from verl_fp8.recipe import Recipe
+from verl_fp8.recipe import WHOLE, Recipe
 from verl_fp8.settings import Fp8Settings
 from verl_fp8.vllm_arguments import environment, pin_gpu_kernels
 
@@ -210,3 +210,11 @@ def test_wrong_options_of_check(words):
     """A value that is no version, or an option that says nothing alone, is refused."""
     with pytest.raises(ConfigError):
         machine(words)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "torch", "cutlass", "deep_gemm"])
+def test_whole_sides_are_refused_on_a_gpu(kernel):
+    """vLLM's own per-tensor method holds other codes than were sent; the sentence names the keys and where they do run."""
+    recipe = Recipe((WHOLE, WHOLE), (WHOLE, WHOLE), (1, WHOLE))
+    with pytest.raises(ConfigError, match=r"fp8\.recipe\.weights=tensor.*VERL_PLATFORM=cpu"):
+        resolve_rollout_kernel(kernel, recipe, HOPPER)

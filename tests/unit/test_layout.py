@@ -7,7 +7,7 @@ import transformers
 from verl_fp8.errors import ConfigError
 from verl_fp8.layout import check_tensor_parallel, linear_shapes, load_config, split_layers
 from verl_fp8.linear import convert_linears
-from verl_fp8.recipe import LayerFilter, Recipe
+from verl_fp8.recipe import WHOLE, LayerFilter, Recipe
 
 
 def node(path, **changes) -> dict:
@@ -129,3 +129,11 @@ def test_a_smaller_block_or_an_exclusion_resolves_it():
     """The two keys that the refusal offers do help."""
     parallel(2, block=(64, 64))
     parallel(2, exclude=("*.self_attn.*",))
+
+
+@pytest.mark.parametrize("block", [(1, WHOLE), (WHOLE, WHOLE)], ids=["channel", "tensor"])
+def test_whole_sides_fit_any_division(block):
+    """A scale of a whole side asks for no multiple of anything: what blocks of 128 refuse passes."""
+    with pytest.raises(ConfigError):
+        parallel(2, (128, 128), intermediate_size=192)
+    parallel(2, block, intermediate_size=192)

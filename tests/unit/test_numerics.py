@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from verl_fp8 import numerics
 from verl_fp8.errors import ConfigError, DataError
 from verl_fp8.numerics import Fp8LinearFunction, QuantizedTensor, checksum, fp8_linear_forward, gemm, quantize
-from verl_fp8.recipe import Recipe
+from verl_fp8.recipe import WHOLE, Recipe
 
 GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "te_blockwise_golden.npz")
 INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
@@ -435,3 +435,32 @@ def test_checksum_sees_every_bit(dtype):
 def test_checksum_tells_negative_zero():
     """Bits, not values."""
     assert checksum(torch.tensor([0.0])) != checksum(torch.tensor([-0.0]))
+
+
+@pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
+@pytest.mark.parametrize("shape", [(5, 300), (256, 128)], ids=str)
+def test_a_whole_side_is_a_block_of_that_side(shape, scale_format):
+    """One scale a tensor, a channel or a token: the bits of blocks of exactly that size, and shapes as vLLM's parameters."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+    for block, sides, scales in (((WHOLE, WHOLE), shape, (1, 1)), ((1, WHOLE), (1, shape[1]), (shape[0], 1))):
+        found, expected = (quantize(x, b, scale_format=scale_format) for b in (block, sides))
+        assert found.block == block and found.scale_inv.shape == scales
+        assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))
+        assert torch.equal(found.scale_inv, expected.scale_inv)
+        assert torch.equal(found.dequantize(), expected.dequantize())
+        assert torch.equal(found.t().dequantize(), expected.dequantize().t())
+
+
+def test_a_shard_of_a_tensor_keeps_its_scale():
+    """Rows or columns of the codes with the tensor's one scale dequantise to the same rows or columns."""
+    whole = quantize(torch.randn(8, 6, dtype=torch.bfloat16), (WHOLE, WHOLE))
+    for part in (slice(2, 5), (slice(None), slice(3, 6))):
+        shard = QuantizedTensor(whole.data[part].contiguous(), whole.scale_inv, whole.block)
+        assert torch.equal(shard.dequantize(), whole.dequantize()[part])
+
+
+@pytest.mark.parametrize("block", [(1, WHOLE), (WHOLE, WHOLE)], ids=str)
+def test_no_tokens_have_no_scale(block):
+    """A forward pass without tokens quantises nothing and fails nowhere."""
+    empty = quantize(torch.empty(0, 16, dtype=torch.bfloat16), block, check_finite=False)
+    assert empty.scale_inv.shape == (0, 1) and empty.dequantize().shape == (0, 16)

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from verl_fp8.errors import ConfigError, ContractError, DataError, Fp8Error, SyncError
-from verl_fp8.recipe import LayerFilter, Recipe, digest_of_layers, fused_group
+from verl_fp8.recipe import WHOLE, LayerFilter, Recipe, digest_of_layers, fused_group
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -238,3 +238,36 @@ def test_digest_of_layers_ignores_order():
     assert digest_of_layers(["b", "a"]) == digest_of_layers(("a", "b"))
     assert digest_of_layers(["a", "b"]) != digest_of_layers(["ab"])
     assert len(digest_of_layers([])) == 16
+
+
+@pytest.mark.parametrize(
+    ("weight", "activation", "names", "shown"),
+    [
+        ((128, 128), (1, 128), ("block", "group"), "weights 128x128, activations 1x128"),
+        ((1, WHOLE), (1, WHOLE), ("channel", "token"), "weights per channel, activations per token"),
+        ((1, WHOLE), (WHOLE, WHOLE), ("channel", "tensor"), "weights per channel, activations per tensor"),
+        ((WHOLE, WHOLE), (1, WHOLE), ("tensor", "token"), "weights per tensor, activations per token"),
+        ((WHOLE, WHOLE), (WHOLE, WHOLE), ("tensor", "tensor"), "weights per tensor, activations per tensor"),
+    ],
+)
+def test_granularity_has_a_name(weight, activation, names, shown):
+    """What shares a scale is read off the blocks, for people and for the rollout, and survives JSON."""
+    recipe = Recipe(weight, activation, (1, weight[1]))
+    assert (recipe.weights, recipe.activations) == names and recipe.granularity == shown
+    assert Recipe.from_dict(json.loads(recipe.canonical())) == recipe
+
+
+@pytest.mark.parametrize(
+    ("weight", "activation"),
+    [
+        ((WHOLE, 128), (1, 128)),
+        ((128, WHOLE), (1, WHOLE)),
+        ((128, 128), (1, WHOLE)),
+        ((1, WHOLE), (1, 128)),
+        ((WHOLE, WHOLE), (WHOLE, 1)),
+    ],
+)
+def test_scales_over_different_stretches_are_refused(weight, activation):
+    """A GEMM takes one scale of each operand for the same stretch of the contracted dimension."""
+    with pytest.raises(ConfigError, match=r"fp8\.recipe\.(weight|activation)_block"):
+        Recipe(weight, activation, (1, weight[1]))

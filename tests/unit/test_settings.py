@@ -7,8 +7,8 @@ from omegaconf import OmegaConf
 
 import verl_fp8
 from verl_fp8.errors import ConfigError
-from verl_fp8.recipe import LayerFilter, Recipe
-from verl_fp8.settings import METHOD_KEYS, METHODS, MODES, CorrectionSettings, Fp8Settings
+from verl_fp8.recipe import WHOLE, LayerFilter, Recipe
+from verl_fp8.settings import CHOICES, METHOD_KEYS, METHODS, MODES, CorrectionSettings, Fp8Settings
 
 CONF = Path(verl_fp8.__file__).parent / "conf"
 
@@ -46,7 +46,7 @@ def test_each_method_has_a_file_that_sets_its_keys(method):
 
 def test_the_groups_on_disk_are_the_choices_there_are():
     """A file is a choice and a choice is a file, besides the wiring they share."""
-    assert {path.stem for path in (CONF / "fp8").glob("*.yaml")} == {*MODES, "wiring"}
+    assert {path.stem for path in (CONF / "fp8").glob("*.yaml")} == {*CHOICES, "wiring"}
     assert {path.stem for path in (CONF / "is_correction").glob("*.yaml")} == {*METHODS, "wiring"}
 
 
@@ -95,7 +95,7 @@ def test_the_digest_is_of_what_is_computed_not_of_what_was_asked(capability):
 # Values of any type that no key takes, and for each key one of the right type that it does not take.
 WRONG = [None, "", "no such value", [], {}]
 FP8_KEYS = {"mode": 1, "backend": True, "weight_sync": 8, "sync_timeout": -0.5, "exact": 1, "lm_head": 32}
-RECIPE_KEYS = {"weight_block": [128, -128], "scale_format": 2, "backward": 8, "eps": True}
+RECIPE_KEYS = {"weights": 1, "activations": True, "weight_block": [128, -128], "scale_format": 2, "backward": 8, "eps": True}
 AIS_KEYS = {"scope": 1, "mode": 0, "delta_factor": 0, "delta_steps": 1.5, "allow_truncated_support": 0}
 
 
@@ -189,3 +189,31 @@ def test_parsing_leaves_the_node_alone():
     before = OmegaConf.to_yaml(node)
     assert Fp8Settings.parse(node, capability=None) == Fp8Settings.parse(node, capability=None)
     assert OmegaConf.to_yaml(node) == before
+
+
+def test_rollout_per_tensor_is_rollout_with_two_keys():
+    """The setting of the AIS paper: one dynamic E4M3 scale a tensor on both operands, bf16 training."""
+    parsed = fp8(OmegaConf.merge(group("fp8", "rollout"), group("fp8", "rollout_per_tensor")))
+    per_tensor = Recipe((WHOLE, WHOLE), (WHOLE, WHOLE), (1, WHOLE))
+    assert parsed == Fp8Settings(mode="rollout", recipe=per_tensor)
+
+
+@pytest.mark.parametrize(
+    ("changes", "keys"),
+    [
+        ({"mode": "unified"}, ("fp8.recipe.weights=tensor", "fp8.mode=unified")),
+        ({"backend": "te"}, ("fp8.recipe.weights=tensor", "fp8.backend=te")),
+        ({"backend": "torch"}, ("fp8.recipe.weights=tensor", "fp8.backend=torch")),
+        ({"rollout_kernel": "cutlass"}, ("fp8.recipe.weights=tensor", "fp8.rollout_kernel=cutlass")),
+        ({"recipe": {"weights": "tensor"}}, ("fp8.recipe.weights=tensor", "fp8.recipe.activations=group")),
+        ({"recipe": {"activations": "token"}}, ("fp8.recipe.weights=block", "fp8.recipe.activations=token")),
+        ({"recipe": {"weights": "channel", "activations": "token", "weight_block": [64, 64]}}, ("fp8.recipe.weight_block",)),
+        ({"recipe": {"weight_block": [-1, -1]}}, ("fp8.recipe.weight_block=[-1, -1]",)),
+    ],
+)
+def test_a_granularity_that_nothing_computes_names_its_keys(changes, keys):
+    """The trainer's backends and vLLM's GPU kernels know blocks; two operands' scales must fit together."""
+    per_tensor = {"weights": "tensor", "activations": "tensor"}
+    with pytest.raises(ConfigError) as raised:
+        Fp8Settings.parse({"mode": "rollout", "recipe": per_tensor, **changes}, capability=None)
+    assert all(key in str(raised.value) for key in keys)
