@@ -209,7 +209,7 @@ SYMBOLS: tuple[Symbol, ...] = (
     _vllm_cpu(f"{_CONFIG}.from_config", "overridden", "config"),
     _vllm_cpu(f"{_LAYERS}.quantization.utils.quant_utils.is_layer_skipped", "which layers stay in bf16", "prefix",
               "ignored_layers", "fused_mapping"),
-    _vllm_cpu(f"{_LAYERS}.linear.register_weight_loader_v2_supported_method", "loads by parameter class", "cls"),
+    _vllm_cpu(f"{_LAYERS}.linear.register_weight_loader_v2_supported_method", "loads by parameter class", bare=True),
     _vllm_cpu(f"{_LAYERS}.linear.LinearMethodBase.create_weights", "overridden", "layer", "input_size_per_partition",
               "output_partition_sizes", "input_size", "output_size", "params_dtype"),
     _vllm_cpu(f"{_LAYERS}.linear.LinearMethodBase.apply", "overridden: the product", "layer", "x", "bias"),

@@ -19,6 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from verl_fp8.errors import DataError
 from verl_fp8.experts import FUSED, PROJECTIONS
 from verl_fp8.numerics import QuantizedTensor, amax_bits, quantize, scale_inv_of
+from verl_fp8.recipe import WHOLE
 from verl_fp8.settings import Fp8Settings
 
 # What the codes travel as: not every backend of torch.distributed moves float8.
@@ -119,11 +120,13 @@ def _codes(weight: torch.Tensor, bits: torch.Tensor | None, settings: Fp8Setting
 
 def _matrix(name: str, local: torch.Tensor, spec: Spec, settings: Fp8Settings) -> QuantizedTensor:
     """One [out, in] weight, cut along either dimension, anywhere."""
-    block, (_, offset) = settings.recipe.weight_block, _place(spec)
+    sides, (_, offset) = settings.recipe.weight_block, _place(spec)
+    # A whole side is the full weight's, not the part's.
+    block = tuple(size if side == WHOLE else side for size, side in zip(spec.full_shape, sides, strict=True))
     bits = torch.zeros([-(-size // unit) for size, unit in zip(spec.full_shape, block, strict=True)], dtype=torch.int32)
     bits = bits.to(local.device)
-    # Zeros up to the block's edge raise no maximum.
-    top, left = (start % unit for start, unit in zip(offset, block, strict=True))
+    # Zeros up to the block's edge raise no maximum; a whole side has no edge to line up with.
+    top, left = (0 if side == WHOLE else start % side for start, side in zip(offset, sides, strict=True))
     padded = torch.nn.functional.pad(local, (left, 0, top, 0)) if local.numel() and (top or left) else local
     row, column = (start // unit for start, unit in zip(offset, block, strict=True))
     here = slice(row, row - (-padded.shape[0] // block[0])), slice(column, column - (-padded.shape[1] // block[1]))
@@ -134,7 +137,7 @@ def _matrix(name: str, local: torch.Tensor, spec: Spec, settings: Fp8Settings) -
     codes = local.to(_BYTE)
     if local.numel():
         codes = _codes(padded, bits[here], settings)[top:, left:]
-    return QuantizedTensor(_full(codes, spec).view(torch.float8_e4m3fn), scale_inv, block)
+    return QuantizedTensor(_full(codes, spec).view(torch.float8_e4m3fn), scale_inv, sides)
 
 
 def _expert_layers(name: str, local: torch.Tensor) -> tuple[str, ...]:

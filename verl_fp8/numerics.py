@@ -179,7 +179,7 @@ def amax_bits(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """
     int_dtype, mask, _ = _BITS[x.dtype]
     bits = torch.bitwise_and(x.contiguous().view(int_dtype), mask)
-    return _block_max(bits, block).to(torch.int32)
+    return _block_max(bits, _sides(x, block)).to(torch.int32)
 
 
 def scale_inv_of(bits: torch.Tensor, dtype: torch.dtype, *, scale_format: str, eps: float) -> torch.Tensor | None:

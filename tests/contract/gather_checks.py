@@ -125,6 +125,10 @@ def main() -> None:
             # Experts of which one stays in bf16 go another way.
             for layers in (LAYERS, [name for name in LAYERS if not name.endswith(".0.up_proj")]):
                 result["differences"][f"{placement} {block} {len(layers)}"] = differences(module, settings, layers)
+        for weights, activations in (("channel", "token"), ("tensor", "tensor")):
+            whole = Fp8Settings.parse({"mode": "rollout", "recipe": {"weights": weights, "activations": activations}})
+            # Experts are quantised in blocks only.
+            result["differences"][f"{placement} {weights}"] = differences(module, whole, list(LINEAR))
         bf16 = Fp8Settings.parse({"mode": "unified", "weight_sync": "bf16"})
         result["differences"][f"{placement} bf16 transport"] = differences(module, bf16, LAYERS)
 

@@ -61,7 +61,7 @@ def reached(module: str, **kwargs) -> set[str]:
         ("ais", {"errors"}),
         ("settings", {"errors", "hardware", "recipe"}),
         ("sync", {"errors", "recipe", "numerics", "settings"}),
-        ("gather", {"errors", "experts", "numerics", "settings"}),
+        ("gather", {"errors", "experts", "numerics", "recipe", "settings"}),
         ("contract", {"errors"}),
         ("plugin", {"cpu", "validate", "vendored"}),
         ("vllm_plugin", {"vllm_cpu", "vllm_gpu"}),
