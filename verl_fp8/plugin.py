@@ -8,20 +8,22 @@ at DEBUG level, so nothing here may fail and nothing heavy may be imported: no t
 import os
 
 import wrapt
-from hydra.core.plugins import Plugins
-from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 from verl_fp8 import vendored
 
 
-class Fp8SearchPath(SearchPathPlugin):
-    """Puts ``verl_fp8/conf`` on the search path of every Hydra application of the process."""
+@wrapt.when_imported("hydra.core.plugins")
+def _add_search_path(module) -> None:
+    # When Hydra is imported, not before: it would double the time that importing verl takes more with this package.
+    from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-    def manipulate_search_path(self, search_path) -> None:
-        search_path.append("verl_fp8", "pkg://verl_fp8.conf")
+    class Fp8SearchPath(SearchPathPlugin):
+        """Puts ``verl_fp8/conf`` on the search path of every Hydra application of the process."""
 
+        def manipulate_search_path(self, search_path) -> None:
+            search_path.append("verl_fp8", "pkg://verl_fp8.conf")
 
-Plugins.instance().register(Fp8SearchPath)
+    module.Plugins.instance().register(Fp8SearchPath)
 
 
 def _validate_config(wrapped, instance, args, kwargs):
