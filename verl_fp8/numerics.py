@@ -21,12 +21,12 @@ order and width of accumulation. Zero padding of tokens or columns changes nothi
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from verl_fp8.blocks import block_max, by_block, decode, scale_, whole_rows
 from verl_fp8.errors import ConfigError, DataError
 from verl_fp8.recipe import SCALE_FORMATS, WHOLE, Recipe
 
@@ -42,6 +42,12 @@ _BITS = {
     torch.float32: (torch.int32, 0x7FFFFFFF, 0x7F800000),
 }
 _CLEAR_MANTISSA = -0x800000  # 0xFF800000 as a signed 32-bit integer
+
+# The bits of 1e-35, whose 448 / amax float32 still holds; float16 has no such small numbers.
+_ORDINARY = {torch.bfloat16: 0x0555, torch.float16: 1, torch.float32: 0x0554AD2E}
+
+# Elements up to which calls, not arithmetic, take the time on CPUs.
+_FEW = 1 << 18
 
 # Elements handled at once. On CPUs the intermediates of a chunk (12 MiB) stay in the L3 cache and are not paged in anew
 # for each tensor, while each step still is long against an OpenMP barrier; 2^16 to 2^20 measured slower. On
@@ -88,9 +94,9 @@ class QuantizedTensor:
         for start in range(0, self.data.shape[0] if self.data.numel() else 0, step):
             codes, part = self.data[start : start + step], out[start : start + step]
             values = part if dtype == torch.float32 else torch.empty_like(part, dtype=torch.float32)
-            _decode(codes, values)
             first = start // block[0]
-            _scale_(values, self.scale_inv[first : first + -(-codes.shape[0] // block[0])], block)
+            scale_inv = self.scale_inv[first : first + -(-codes.shape[0] // block[0])]
+            decode(codes, scale_inv, block, values)
             if values is not part:
                 part.copy_(values)
         return out
@@ -128,6 +134,10 @@ def quantize(
     """
     rows, columns = _check(x, block, scale_format)
     height, width = x.shape
+    if 0 < x.numel() <= _FEW and x.device.type == "cpu" and whole_rows(x, (rows, columns)) and eps == 0.0 and amax_bits is None:
+        few = _quantize_few(x, (rows, columns), scale_format)
+        if few is not None:
+            return QuantizedTensor(*few, tuple(block))
     data = torch.empty(x.shape, dtype=FP8_DTYPE, device=x.device)
     scale_inv = torch.empty((-(-height // rows), -(-width // columns)), dtype=torch.float32, device=x.device)
     if x.numel() == 0:
@@ -142,7 +152,7 @@ def quantize(
         torch.bitwise_and(chunk.view(int_dtype), mask, out=bits)
         first = start // rows
         if amax_bits is None:
-            largest = _block_max(bits, (rows, columns))
+            largest = block_max(bits, (rows, columns))
         else:
             largest = amax_bits[first : first + -(-chunk.shape[0] // rows)].to(int_dtype)
         # Only CPUs look: reading a flag back would stall an accelerator (and break CUDA graph capture).
@@ -152,17 +162,36 @@ def quantize(
         if suspect:
             bits.masked_fill_(bits > infinity, 0)  # fmaxf, which the TE kernels reduce with, ignores NaN
             if amax_bits is None:
-                largest = _block_max(bits, (rows, columns))
+                largest = block_max(bits, (rows, columns))
         scale = _scale_of(largest.view(x.dtype).float(), x.dtype, scale_format, eps)
         torch.reciprocal(scale, out=scale_inv[first : first + scale.shape[0]])
         values.copy_(chunk)
-        _scale_(values, scale, (rows, columns))
+        scale_(values, scale, (rows, columns))
         if suspect:
             # Finite blocks need no clamp: |x| * s <= 448 * (1 + 2^-23), which rounds to 448. The NaN fill drops its
             # sign, as cvt.satfinite does.
             values.clamp_(-FP8_MAX, FP8_MAX).masked_fill_(values.isnan(), float("nan"))
         data[start : start + step].copy_(values)
     return QuantizedTensor(data, scale_inv, tuple(block))
+
+
+def _quantize_few(x: torch.Tensor, block: tuple[int, int], scale_format: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """(codes, scale_inv) as :func:`quantize`'s of a decoding step's activations, in half as many calls; None where a block is not ordinary.
+
+    Ordinary: finite, not all 0, and so large that 448 / amax does not overflow.
+    """
+    int_dtype, mask, infinity = _BITS[x.dtype]
+    x, shape = x.contiguous(), by_block(x, block)
+    largest = x.view(int_dtype).bitwise_and(mask).view(shape).amax(2)
+    low, high = largest.aminmax()
+    if int(high) >= infinity or int(low) < _ORDINARY[x.dtype]:
+        return None
+    amax = largest.view(x.dtype).float()
+    scale = torch.div(torch.full_like(amax, FP8_MAX), amax)
+    if scale_format == "pow2":
+        scale.view(torch.int32).bitwise_and_(_CLEAR_MANTISSA)
+    data = torch.mul(x.view(shape), scale.unsqueeze(2)).view(x.shape).to(FP8_DTYPE)
+    return data, scale.reciprocal_()
 
 
 def amax_bits(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
@@ -179,7 +208,7 @@ def amax_bits(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """
     int_dtype, mask, _ = _BITS[x.dtype]
     bits = torch.bitwise_and(x.contiguous().view(int_dtype), mask)
-    return _block_max(bits, _sides(x, block)).to(torch.int32)
+    return block_max(bits, _sides(x, block)).to(torch.int32)
 
 
 def scale_inv_of(bits: torch.Tensor, dtype: torch.dtype, *, scale_format: str, eps: float) -> torch.Tensor | None:
@@ -314,57 +343,6 @@ def _scale_of(amax: torch.Tensor, x_dtype: torch.dtype, scale_format: str, eps: 
         scale.view(torch.int32).bitwise_and_(_CLEAR_MANTISSA)
     # An infinite amax is the only one that gives s = 0.
     return scale.masked_fill_((amax == 0).logical_or_(scale == 0), 1.0)
-
-
-def _tiles(t: torch.Tensor, block: tuple[int, int]) -> Iterator[tuple[torch.Tensor, slice, slice]]:
-    """Views [row blocks, rows, column blocks, columns] covering t, with their places in the scales; up to 4 if ragged.
-
-    t is contiguous. Ragged edges are blocks of their own, as zero padding would leave them.
-    """
-    spans = []
-    for size, unit in zip(t.shape, block, strict=True):
-        whole, rest = divmod(size, unit)
-        spans.append([(0, whole, unit)] * (whole > 0) + [(whole, whole + 1, rest)] * (rest > 0))
-    for r0, r1, rows in spans[0]:
-        for c0, c1, columns in spans[1]:
-            start = t.storage_offset() + r0 * block[0] * t.shape[1] + c0 * block[1]
-            size = (r1 - r0, rows, c1 - c0, columns)
-            yield t.as_strided(size, (rows * t.shape[1], t.shape[1], columns, 1), start), slice(r0, r1), slice(c0, c1)
-
-
-def _block_max(bits: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """Largest integer of each block, [row blocks, column blocks]."""
-    # Columns before rows: twice as fast as both at once, whose inner loop is strided.
-    parts = [(tile.amax(3).amax(1), rows, columns) for tile, rows, columns in _tiles(bits, block)]
-    if len(parts) == 1:
-        return parts[0][0]
-    out = bits.new_empty(tuple(-(-size // unit) for size, unit in zip(bits.shape, block, strict=True)))
-    for part, rows, columns in parts:
-        out[rows, columns] = part
-    return out
-
-
-def _scale_(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> None:
-    """Multiply each block of values by its scale, in place; ragged edges included."""
-    for tile, rows, columns in _tiles(values, block):
-        tile.mul_(scale[rows, None, columns, None])
-
-
-def _decode(codes: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the float32 values of e4m3 codes to out.
-
-    On CPUs torch's own cast is scalar code (4096 x 4096: 56 ms on two cores, this: 4), so the bits are moved: e4m3's
-    fields at float16's places read as the value times 2^-8 (exponent biases 7 and 15), subnormals included.
-    """
-    if codes.device.type != "cpu":
-        out.copy_(codes)
-        return
-    # Times 128 moves the sign to bit 15; bit 14, another copy of it, is cleared.
-    half = codes.view(torch.int8).to(torch.int16).mul_(128).bitwise_and_(-0x4080)
-    out.copy_(half.view(torch.float16)).mul_(256.0)
-    magnitude = codes.view(torch.uint8).bitwise_and(0x7F)
-    if int(magnitude.max()) == 0x7F:
-        out.masked_fill_(magnitude == 0x7F, float("nan"))
 
 
 def _matmul(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:

@@ -1,4 +1,155 @@
-def rollout(): return []
-def trainer(): return []
-def sync(): return []
-def step(): return []
+"""The parts that start vLLM, trainers and whole runs, on SmolLM2-135M as the quickstart prepares it (``runs/smollm2``)."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from measure import Result
+
+ROOT = Path(__file__).parents[2]
+MODEL = Path(os.environ.get("BENCHMARK_MODEL", ROOT / "runs/smollm2/model"))
+# What setup.sh exports for every run.
+ENVIRONMENT = {
+    **os.environ, "PYTHONPATH": str(ROOT), "VLLM_CPU_CI_ENV": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0",
+}  # fmt: skip
+
+
+class Worker:
+    """A worker.py that does one piece of work when asked."""
+
+    def __init__(self, *arguments: str) -> None:
+        if not MODEL.exists():
+            raise SystemExit(f"{MODEL} is not there: bash recipes/quickstart.sh --steps 1, or set BENCHMARK_MODEL")
+        script = str(Path(__file__).with_name("worker.py"))
+        self.log = tempfile.TemporaryFile("w+")
+        self.process = subprocess.Popen(
+            [sys.executable, script, *arguments, str(MODEL)], env=ENVIRONMENT, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log,
+        )  # fmt: skip
+        self._line()
+
+    def _line(self) -> str:
+        line = self.process.stdout.readline()
+        if not line:
+            self.log.seek(0)
+            raise SystemExit(f"a worker failed:\n{self.log.read()[-3000:]}")
+        return line
+
+    def piece(self) -> dict:
+        """One piece of work."""
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return json.loads(self._line())
+
+    def end(self) -> dict:
+        """Its last answer."""
+        self.process.stdin.close()
+        found = json.loads(self._line())
+        self.process.wait(60)
+        return found
+
+
+def _in_turns(work: str, repeats: int) -> dict[str, dict]:
+    """kind -> its pieces (without the first) and last answer; both processes live at once, one works at a time."""
+    workers = {kind: Worker(work, kind) for kind in ("fp8", "bf16")}
+    pieces: dict[str, list[dict]] = {kind: [] for kind in workers}
+    for turn in range(repeats + 1):
+        for kind, worker in workers.items():
+            piece = worker.piece()
+            if turn:
+                pieces[kind].append(piece)
+    return {kind: {"pieces": pieces[kind], **worker.end()} for kind, worker in workers.items()}
+
+
+def _median(found: dict, kind: str) -> float:
+    return statistics.median(piece["seconds"] for piece in found[kind]["pieces"])
+
+
+def rollout() -> list[Result]:
+    """Tokens a second of vLLM on CPU, 32 sequences, FP8 against bf16."""
+    found = _in_turns("rollout", 5)
+    value = _median(found, "bf16") / _median(found, "fp8")
+    return [Result("FP8 rollout, 32 sequences, tokens a second", "vLLM in bf16", value, target=0.65, at_most=False, figures=found)]
+
+
+def trainer() -> list[Result]:
+    """Time and memory of a training step on the reference backend, against bf16."""
+    found = _in_turns("trainer", 5)
+    return [
+        Result("trainer step, reference backend: time", "bf16", _median(found, "fp8") / _median(found, "bf16"), target=2.0, figures=found),
+        Result("trainer step, reference backend: peak resident memory", "bf16", found["fp8"]["rss"] / found["bf16"]["rss"], target=1.3),
+    ]
+
+
+def _train(steps: int, *overrides: str, model: Path = MODEL, **environment: str) -> tuple[list[dict], str]:
+    """(metrics of every step, the end of the log) of a run of the quickstart's configuration."""
+    with tempfile.TemporaryDirectory(prefix="verl_fp8_benchmark_") as folder:
+        data, metrics = model.parent / "data", Path(folder) / "metrics.jsonl"
+        command = [
+            sys.executable, "-m", "verl.trainer.main_ppo", "--config-dir", str(ROOT / "recipes"), "--config-name", "quickstart",
+            f"hydra.run.dir={folder}/hydra", f"actor_rollout_ref.model.path={model}", f"data.train_files={data}/train.parquet",
+            f"data.val_files={data}/val.parquet", f"reward.custom_reward_function.path={ROOT}/recipes/reward.py",
+            f"trainer.default_local_dir={folder}/checkpoints", f"trainer.total_training_steps={steps}", *overrides,
+        ]  # fmt: skip
+        env = {**ENVIRONMENT, "VERL_PLATFORM": "cpu", "VERL_FILE_LOGGER_PATH": str(metrics), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "HYDRA_FULL_ERROR": "1", **environment}
+        with open(f"{folder}/log", "w+") as log:
+            try:
+                subprocess.run(command, env=env, stdout=log, stderr=subprocess.STDOUT, timeout=600, check=False)
+            except subprocess.TimeoutExpired:
+                log.write("no end within 600 s")
+            log.seek(0)
+            end = log.read()[-6000:]
+        rows = [json.loads(line)["data"] for line in metrics.read_text().splitlines()] if metrics.exists() else []
+        return rows, end
+
+
+SMOLLM2 = (
+    "data.max_prompt_length=32", "data.max_response_length=8", "actor_rollout_ref.rollout.max_model_len=64",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32", "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32",
+)  # fmt: skip
+# Stock verl sends the tied lm_head twice, which only works where all weights fit one bucket.
+STOCK = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=1024"
+
+
+def sync() -> list[Result]:
+    """Wall time of the weight sync (verl's timing_s/update_weights) in short real runs, against stock verl."""
+    steps = 5
+    ours, end = _train(steps, *SMOLLM2, "+fp8=unified", "fp8.recipe.weight_block=[64,64]")
+    if len(ours) < steps:
+        raise SystemExit(f"the run with +fp8=unified failed:\n{end}")
+    against, theirs = "stock verl, quantization=fp8", []
+    theirs, end = _train(steps, *SMOLLM2, STOCK, "actor_rollout_ref.rollout.quantization=fp8")
+    detail = ""
+    if len(theirs) < steps:
+        reason = next((line.strip() for line in reversed(end.splitlines()) if "Error" in line), "it hangs")
+        detail = f"stock verl with quantization=fp8 does not run here: {reason[-200:]}"
+        against = "stock verl, bf16 rollout"
+        theirs, end = _train(steps, *SMOLLM2, STOCK)
+    times = [[row["timing_s/update_weights"] for row in rows if "timing_s/update_weights" in row] for rows in (ours, theirs)]
+    value = statistics.median(times[0]) / statistics.median(times[1]) if all(times) else None
+    figures = {"ours_s": times[0], "theirs_s": times[1], "bytes_per_weight": [row.get("fp8/sync_bytes_per_weight") for row in ours]}
+    return [Result("wall time of the sync, SmolLM2", against, value, target=0.5, detail=detail, figures=figures)]
+
+
+def step() -> list[Result]:
+    """A whole step without a switch, the package's entry point loaded or not; the CPU platform is needed by both.
+
+    Runs in turns on the tiny model, whose steps are short: what the package might add weighs most there.
+    """
+    tiny = MODEL.parents[1] / "tiny/model"
+    off = {"VERL_USE_EXTERNAL_PLUGINS": "none", "VERL_USE_EXTERNAL_MODULES": "verl_fp8.cpu"}
+    times: list[list[float]] = [[], []]
+    for turn in range(4):
+        rows, end = _train(12, model=tiny, **(off if turn % 2 else {}))
+        if len(rows) < 12:
+            raise SystemExit(f"a run without a switch failed:\n{end}")
+        times[turn % 2] += [row["timing_s/step"] for row in rows[2:]]
+    value = statistics.median(times[0]) / statistics.median(times[1])
+    spread = (statistics.quantiles(times[1], n=4)[2] - statistics.quantiles(times[1], n=4)[0]) / statistics.median(times[1])
+    detail = f"quartiles of stock's own steps lie {spread:.0%} of the median apart"
+    return [Result("whole step, no switch", "stock verl", value, target=1 + spread, detail=detail, figures={"with_s": times[0], "without_s": times[1]})]

@@ -56,7 +56,8 @@ def reached(module: str, **kwargs) -> set[str]:
         ("__init__", set()),
         ("errors", set()),
         ("recipe", {"errors"}),
-        ("numerics", {"errors", "recipe"}),
+        ("blocks", set()),
+        ("numerics", {"blocks", "errors", "recipe"}),
         ("linear", {"errors", "recipe", "numerics", "experts"}),
         ("ais", {"errors"}),
         ("settings", {"errors", "hardware", "recipe"}),
@@ -72,7 +73,7 @@ def test_a_module_knows_only_those_below_it(module, may_import):
     assert ours(module) <= may_import
 
 
-@pytest.mark.parametrize("module", ["errors", "recipe", "numerics", "linear", "ais", "settings", "sync", "gather"])
+@pytest.mark.parametrize("module", ["errors", "recipe", "blocks", "numerics", "linear", "ais", "settings", "sync", "gather"])
 def test_the_arithmetic_knows_no_framework(module):
     """These run anywhere, without verl, vLLM or TransformerEngine."""
     assert not {name.partition(".")[0] for name in imports(module)} & UPSTREAM
