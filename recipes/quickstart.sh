@@ -4,31 +4,39 @@
 #                              [--correction ais|tis|tis_seq|icepop|mis|geo_rs|k3_rs|none|off] [--out DIR] [extra verl overrides]
 MODEL=smollm2 STEPS="" FP8=unified CORRECTION=ais OUT="" EXTRA=()
 usage() { sed -n '2,4p' "${BASH_SOURCE[0]}" | cut -c3-; }
-need() { [ $# -ge 2 ] || { echo "quickstart: $1 needs a value" >&2; usage >&2; exit 2; }; }
+wrong() { echo "quickstart: $1" >&2; usage >&2; exit 2; }
+need() { [ $# -ge 2 ] || wrong "$1 needs a value"; }
+one_of() { for word in $3; do [ "$word" != "$2" ] || return 0; done; wrong "$1 is one of $3, not '$2'"; }
 while [ $# -gt 0 ]; do
   case "$1" in
+    --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
     --model) need "$@"; MODEL="$2"; shift 2 ;;
     --steps) need "$@"; STEPS="$2"; shift 2 ;;
     --fp8) need "$@"; FP8="$2"; shift 2 ;;
     --correction) need "$@"; CORRECTION="$2"; shift 2 ;;
     --out) need "$@"; OUT="$2"; shift 2 ;;
     -h|--help) usage; exit 0 ;;
-    --*) echo "quickstart: unknown option $1" >&2; usage >&2; exit 2 ;;
-    *) EXTRA+=("$1"); shift ;;
+    +fp8=*) wrong "write --fp8 ${1#*=} instead of $1" ;;
+    +is_correction=*) wrong "write --correction ${1#*=} instead of $1" ;;
+    [A-Za-z+~]*=*|~[A-Za-z]*) EXTRA+=("$1"); shift ;;
+    *) wrong "'$1' is neither an option nor an override of verl (key=value)" ;;
   esac
 done
-case "$MODEL" in smollm2|tiny) ;; *) echo "quickstart: --model is smollm2 or tiny, not $MODEL" >&2; exit 2 ;; esac
-case "$FP8" in
-  unified|rollout|rollout_per_tensor|bf16|off) ;;
-  *) echo "quickstart: --fp8 is unified, rollout, rollout_per_tensor, bf16 or off, not $FP8" >&2; exit 2 ;;
-esac
-case "$STEPS" in ""|[1-9]|[1-9][0-9]|[1-9][0-9][0-9]) ;; *) echo "quickstart: --steps is a whole number from 1 to 999, not $STEPS" >&2; exit 2 ;; esac
+one_of --model "$MODEL" "smollm2 tiny"
+one_of --fp8 "$FP8" "unified rollout rollout_per_tensor bf16 off"
+one_of --correction "$CORRECTION" "ais tis tis_seq icepop mis geo_rs k3_rs none off"
+case "$STEPS" in ""|[1-9]|[1-9][0-9]|[1-9][0-9][0-9]) ;; *) wrong "--steps is a whole number from 1 to 999, not '$STEPS'" ;; esac
+# The folder is emptied before the run: only one that such a run has made.
+[ -z "$OUT" ] || OUT="$(realpath -m -- "$OUT")"
+if [ -n "$OUT" ] && [ -e "$OUT" ] && [ ! -f "$OUT/train.log" ] && [ -n "$(ls -A -- "$OUT" 2>/dev/null || echo file)" ]; then
+  wrong "--out $OUT is there and holds something else than a run; name a new folder"
+fi
 
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 HOME_DIR="$ROOT/runs/$MODEL"
 OUT="${OUT:-$ROOT/runs/$MODEL-$FP8-$CORRECTION}"
 [ -f "$HOME_DIR/data/val.parquet" ] || "$PY" "$ROOT/recipes/prepare.py" --model "$MODEL" --out "$HOME_DIR"
-rm -rf "$OUT"; mkdir -p "$OUT"
+rm -rf -- "$OUT"; mkdir -p -- "$OUT"
 
 ARGS=(actor_rollout_ref.model.path="$HOME_DIR/model"
       data.train_files="$HOME_DIR/data/train.parquet" data.val_files="$HOME_DIR/data/val.parquet"

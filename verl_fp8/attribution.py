@@ -221,18 +221,22 @@ def attribute_command(arguments: list[str]) -> int:
 
 
 def output_options(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
-    """({"json": file, "html": file}, the rest): options of ours stand before verl's overrides.
+    """({"json": file, "html": file}, the rest): options of ours, wherever they stand among verl's overrides.
 
     Raises:
         SystemExit: an option without a value.
     """
-    found, rest = {}, list(arguments)
-    while rest and rest[0].partition("=")[0] in ("--json", "--html"):
-        name, given, value = rest.pop(0).partition("=")
-        if not given and not rest:
+    found, rest, pending = {}, [], list(arguments)
+    while pending:
+        argument = pending.pop(0)
+        name, given, value = argument.partition("=")
+        if name not in ("--json", "--html"):
+            rest.append(argument)
+            continue
+        if not given and not pending:
             print(f"{name} needs a file", file=sys.stderr)
             raise SystemExit(2)
-        found[name[2:]] = value if given else rest.pop(0)
+        found[name[2:]] = value if given else pending.pop(0)
     return found, rest
 
 

@@ -1,14 +1,15 @@
 """``verl-fp8 check <verl overrides>``: compose and validate as ``python -m verl.trainer.main_ppo <verl overrides>`` would.
 
-Judged for this machine, or for another one: ``verl-fp8 check --capability 9.0 <verl overrides>``, before any override. That
-machine has one GPU model of this compute capability, CUDA 13.0 and TransformerEngine 2.20.2; ``--cuda 12.8`` and
-``--transformer-engine none`` (or a version) say otherwise.
+Judged for this machine, or for another one: ``verl-fp8 check --capability 9.0 <verl overrides>``. That machine has one GPU
+model of this compute capability, CUDA 13.0 and TransformerEngine 2.20.2; ``--cuda 12.8`` and ``--transformer-engine none``
+(or a version) say otherwise.
 """
 
 import contextlib
 import io
 import os
 import sys
+import unicodedata
 from collections import Counter
 from pathlib import Path
 
@@ -44,10 +45,23 @@ def compose(overrides: list[str]) -> DictConfig:
             keep()
     finally:
         sys.argv = argv
-    if not found:
-        lines = [line for line in messages.getvalue().splitlines() if line.strip() and "HYDRA_FULL_ERROR" not in line]
-        raise ValueError(" ".join(line.strip() for line in lines) or "Hydra composed nothing (is --help among the overrides?)")
+    if len(found) != 1:
+        raise ValueError(_hydra_said(messages.getvalue(), overrides))
     return found[0]
+
+
+def _hydra_said(text: str, overrides: list[str]) -> str:
+    """Hydra's refusal as one sentence: without usage and traceback, and naming characters that only look right."""
+    lines = [line.strip() for line in text.splitlines() if line.strip() and "HYDRA_FULL_ERROR" not in line]
+    if usage := [line.partition(": error: ")[2] for line in lines if ": error: " in line]:
+        # After an option without a value argparse takes no more overrides, and says so of those added here.
+        left = [word for word in usage[0].split() if word not in _QUIET]
+        lines = [] if left == ["unrecognized", "arguments:"] else [" ".join(left)]
+    elif any(line.startswith("Traceback") for line in lines):
+        lines = lines[-1:]
+    odd = {c: o for o in overrides for c in o if not c.isascii()}
+    lines += [f"({o!r} holds {c!r}, {unicodedata.name(c, 'which has no name')})" for c, o in odd.items()]
+    return " ".join(lines) or "Hydra composed no single run: leave --multirun, --cfg and --info away"
 
 
 def validate(config: DictConfig):
@@ -82,15 +96,19 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def machine(overrides: list[str]) -> tuple[Hardware | None, list[str]]:
-    """Take this command's own options off the front: (the machine they describe, None for this one; the rest).
+    """Take this command's own options out: (the machine they describe, None for this one; the rest).
 
     Raises:
         ConfigError: an option without a value it can take, or one that needs ``--capability``.
     """
-    options, rest = {}, list(overrides)
-    while rest and rest[0].partition("=")[0] in ("--capability", "--cuda", "--transformer-engine"):
-        name, given, value = rest.pop(0).partition("=")
-        options[name] = value if given else rest.pop(0) if rest else ""
+    options, rest, pending = {}, [], list(overrides)
+    while pending:
+        argument = pending.pop(0)
+        name, given, value = argument.partition("=")
+        if name in ("--capability", "--cuda", "--transformer-engine"):
+            options[name] = value if given else pending.pop(0) if pending else ""
+        else:
+            rest.append(argument)
     if not options:
         return None, rest
     if "--capability" not in options:

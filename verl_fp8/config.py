@@ -17,7 +17,7 @@ from verl.workers.config import (
     RolloutConfig,
 )
 
-from verl_fp8 import register
+from verl_fp8 import leftovers, register
 from verl_fp8.contract import require
 from verl_fp8.errors import ConfigError
 from verl_fp8.settings import Fp8Settings
@@ -39,6 +39,7 @@ class _Checked:
                 "start verl through verl.trainer.main_ppo",
             )
         validate_run(model_config._get_root())
+        leftovers.watch()
         super().validate(n_gpus, train_batch_size, model_config)
 
 

@@ -88,6 +88,8 @@ SYMBOLS: tuple[Symbol, ...] = (
     # The driver's checks and verl's configuration classes.
     _of("plugin", "check")("verl.utils.config.validate_config", "the driver's checks", "config",
         "use_reference_policy", "use_critic"),
+    _of("plugin")("verl.trainer.main_ppo.run_ppo", "the checks for other entry points", "config", "task_runner_class"),
+    _of("validate")("verl.trainer.main_ppo.TaskRunnerV1", "the one that trains with the V1 trainer", bare=True),
     _check("verl.trainer.ppo.utils.need_critic", "argument of validate_config", "config"),
     _check("verl.trainer.ppo.utils.need_reference_policy", "argument of validate_config", "config"),
     _of("check", "explain")("verl.utils.device.auto_set_device", "what main_ppo does before validate_config", "config"),
@@ -155,7 +157,8 @@ SYMBOLS: tuple[Symbol, ...] = (
     _replay(f"{_ROLLOUT_CORR}.compute_rollout_rejection_mask", "verl's rejection on a dump", "log_ratio",
             "response_mask", "rollout_rs",
             "rollout_rs_threshold"),
-    _of("validate")("verl.utils.checkpoint.checkpoint_manager.find_latest_ckpt_path", "whether a run resumes", "path"),
+    _of("checkpoint")("verl.utils.checkpoint.checkpoint_manager.find_latest_ckpt_path", "whether a run resumes", "path"),
+    _of("checkpoint")("verl.utils.checkpoint.checkpoint_manager.get_checkpoint_tracker_filename", "names it", "root_path"),
     # The weight sync, both ends.
     _of("register")("verl.workers.rollout.base._ROLLOUT_REGISTRY['vllm', 'async']", "names the server adapter",
         bare=True),
@@ -164,7 +167,6 @@ SYMBOLS: tuple[Symbol, ...] = (
     _adapter(f"{_ADAPTER}.update_weights", "one sync", "weights", "global_steps", "wire_format"),
     _adapter(f"{_ADAPTER}._execute_method", "starts the receivers", "method", "non_block", "kwargs"),
     _adapter(_SENDER, "streams the buckets", "zmq_handle", "bucket_size_mb", "use_shm", attributes=("socket",)),
-    _adapter(f"{_TRANSFER}.create_shared_memory", "a segment that outlives no failed sync", "size", "name"),
     _adapter(f"{_SENDER}._init_buffer", "the shared segment belongs to the sender"),
     _adapter(f"{_SENDER}._init_socket", "the socket that is watched"),
     _adapter(f"{_SENDER}.async_send_weights", "streams the buckets", "weights"),
@@ -287,7 +289,9 @@ SYMBOLS: tuple[Symbol, ...] = (
     _cpu(_PLATFORM, "base class"),
     _cpu("verl.utils.distributed.initialize_global_process_group_ray", "wrapped: plain gloo", "backend"),
     _cpu(f"{_FSDP}._build_fsdp_module", "overridden: no pinned offload", "module"),
-    _of("cpu_replay")("verl.trainer.ppo.v1.replay_buffer.ReplayBuffer.__init__", "a shorter poll", "poll_interval",
+    _of("cpu_replay")("verl.trainer.ppo.v1.replay_buffer.ReplayBuffer.__init__", "a shorter poll", "trainer_mode",
+        "poll_interval", forwarded=True),
+    _of("cpu_replay")("verl.trainer.ppo.v1.replay_buffer.ReplayBufferAsync.__init__", "a shorter poll", "poll_interval",
         forwarded=True),
 )
 # fmt: on

@@ -1,13 +1,34 @@
-"""verl's replay buffer with a short poll: stock verl looks every two seconds, which is most of a step of a tiny model."""
+"""verl's replay buffers with a short poll: stock verl looks every two seconds, which is most of a step of a tiny model."""
 
-from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
 from verl_fp8.contract import require
+from verl_fp8.errors import ConfigError
+
+_POLL_SECONDS = 0.05
 
 
 class EagerReplayBuffer(ReplayBuffer):
-    """``trainer.v1.sampler.custom_sampler`` of the CPU recipes; polls every 50 ms."""
+    """``trainer.v1.sampler.custom_sampler`` of the CPU recipes, for ``trainer.v1.trainer_mode=sync``.
+
+    Raises:
+        ConfigError: another mode, whose staleness rules this buffer does not have.
+    """
+
+    def __init__(self, *args, trainer_mode: str, **kwargs):
+        require("cpu_replay")
+        if trainer_mode != "sync":
+            raise ConfigError(
+                f"trainer.v1.trainer_mode={trainer_mode}",
+                "the replay buffer of synchronous training, EagerReplayBuffer",
+                "set trainer.v1.sampler.custom_sampler.name=EagerReplayBufferAsync",
+            )
+        super().__init__(*args, trainer_mode=trainer_mode, poll_interval=_POLL_SECONDS, **kwargs)
+
+
+class EagerReplayBufferAsync(ReplayBufferAsync):
+    """The same for verl's asynchronous modes."""
 
     def __init__(self, *args, **kwargs):
         require("cpu_replay")
-        super().__init__(*args, poll_interval=0.05, **kwargs)
+        super().__init__(*args, poll_interval=_POLL_SECONDS, **kwargs)

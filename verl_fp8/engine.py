@@ -1,7 +1,6 @@
 """verl's FSDP2 engine with FP8 linear layers and an FP8 weight sync, registered under its own backend name."""
 
 import functools
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from verl.utils.device import get_device_name
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
 
-from verl_fp8 import exact
+from verl_fp8 import checkpoint, exact
 from verl_fp8.config import BACKEND
 from verl_fp8.errors import ConfigError
 from verl_fp8.exact_hf import make_exact, make_fp32_head, match_log_softmax
@@ -20,8 +19,6 @@ from verl_fp8.hardware import probe, resolve_backend
 from verl_fp8.linear import ConversionReport, convert_linears
 from verl_fp8.settings import Fp8Settings
 from verl_fp8.sync import SyncStats, outgoing
-
-RECIPE_FILE = "fp8_recipe.json"
 
 
 def _unchanged(linear: torch.nn.Linear, recipe) -> torch.nn.Linear:
@@ -134,41 +131,22 @@ class Fp8EngineMixin:
         """verl's checkpoint plus the recipe it was trained with."""
         super().save_checkpoint(local_path, *args, **kwargs)
         if self.rank == 0:
-            Path(local_path, RECIPE_FILE).write_text(json.dumps(self._fp8_identity(), indent=2))
+            checkpoint.write(Path(local_path), self._fp8_identity())
 
     def load_checkpoint(self, local_path, *args, **kwargs):
-        """Resume; refuses a checkpoint of another recipe.
+        """Resume; refuses a checkpoint of another recipe, or one that is cut.
 
         Raises:
             ConfigError: names what differs.
+            DataError: names the file.
         """
         if local_path is not None:
-            self._check_recipe(Path(local_path, RECIPE_FILE))
+            checkpoint.compare(Path(local_path), self._fp8_identity())
+            checkpoint.check_files(Path(local_path), self.rank)
         return super().load_checkpoint(local_path, *args, **kwargs)
 
     def _fp8_identity(self) -> dict:
         return {"mode": self.fp8.mode, "recipe": self.fp8.recipe.to_dict(), "layers": sorted(self._fp8_layers)}
-
-    def _check_recipe(self, path: Path) -> None:
-        if not path.exists():
-            return  # a checkpoint of stock verl holds the same fp32 masters: continuing it in FP8 is a choice, not a mix-up
-        saved, now = json.loads(path.read_text()), self._fp8_identity()
-        different = [k for k in ("mode", "recipe", "layers") if saved.get(k) != now[k]]
-        if not different:
-            return
-        key = different[0]
-        if key == "layers":
-            found = f"{len(saved['layers'])} FP8 layers in the checkpoint, {len(now['layers'])} now"
-        elif key == "recipe":
-            parts = [f"{k}={v!r}, now {now['recipe'].get(k)!r}" for k, v in saved["recipe"].items() if v != now["recipe"].get(k)]
-            found = f"the checkpoint was trained with {'; '.join(parts)}"
-        else:
-            found = f"the checkpoint was trained with fp8.mode={saved['mode']}, now {now['mode']}"
-        raise ConfigError(
-            f"resume from {path.parent.name} with the recipe it was trained with",
-            found,
-            "set fp8.mode and fp8.recipe.* as before, or start from its exported model instead of resuming",
-        )
 
 
 def register() -> None:

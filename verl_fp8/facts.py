@@ -50,7 +50,7 @@ PREFIXES = (
 )
 _SECRET = re.compile("TOKEN|KEY|SECRET|PASS|CREDENTIAL", re.IGNORECASE)
 # Python's multiprocessing.shared_memory, and verl's weight sync (bucketed_weight_transfer.py).
-_SEGMENTS = re.compile(r"psm_[0-9a-f]+|verl_weights_[0-9a-f]+")
+_SEGMENTS = re.compile(r"psm_[0-9a-f]+|verl_(?:fp8_)?weights_[0-9a-f]+")
 # verl's weight sync, both ends.
 _SOCKETS = "/tmp/rl-colocate-zmq-*.sock"
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from verl_fp8 import experts
-from verl_fp8.errors import ConfigError
+from verl_fp8.errors import ConfigError, DataError
 from verl_fp8.numerics import Fp8LinearFunction
 from verl_fp8.recipe import LayerFilter, Recipe, is_router
 
@@ -28,16 +28,18 @@ class ReferenceFp8Linear(nn.Linear):
     Attributes:
         recipe: the :class:`~verl_fp8.recipe.Recipe`, set by :func:`to_reference`.
         accumulate: of the forward GEMM; float64 in the exact mode (verl_fp8.exact_hf).
+        qualified_name: in the model, for errors; set by :func:`convert_linears`.
     """
 
     recipe: Recipe
+    qualified_name: str = "an FP8 linear layer"
     accumulate: torch.dtype = torch.float32
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., K] -> [..., N] in x's dtype, or autocast's where that is on.
 
         Raises:
-            DataError: the weight holds infinity or NaN.
+            DataError: the weight holds infinity or NaN; names the layer.
         """
         kind = x.device.type
         if torch.is_autocast_enabled(kind):
@@ -45,7 +47,10 @@ class ReferenceFp8Linear(nn.Linear):
             x = x.to(torch.get_autocast_dtype(kind))
         # FP8 codes of a bf16 weight and of its float32 master differ in 2 %: quantise the dtype the GEMM would see.
         weight = self.weight.to(x.dtype)
-        y = Fp8LinearFunction.apply(x.reshape(-1, x.shape[-1]), weight, self.recipe, self.accumulate)
+        try:
+            y = Fp8LinearFunction.apply(x.reshape(-1, x.shape[-1]), weight, self.recipe, self.accumulate)
+        except DataError as error:
+            raise DataError(f"{self.qualified_name}: {error.asked}", error.found, error.fix) from error
         y = y.reshape(*x.shape[:-1], self.out_features)
         # Outside the GEMM, after its rounding, as vLLM and the TransformerEngine backend do.
         return y if self.bias is None else y + self.bias.to(y.dtype)
@@ -153,6 +158,7 @@ def convert_linears(
     dense = [name for name in converted if name in linears]
     for original in {id(linears[name]): linears[name] for name in dense}.values():
         replacement = convert(original, recipe)
+        replacement.qualified_name = next(name for name in dense if linears[name] is original)
         if replacement is original:
             continue
         for name in (n for n in dense if linears[n] is original):

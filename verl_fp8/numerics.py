@@ -134,7 +134,7 @@ def quantize(
     """
     rows, columns = _check(x, block, scale_format)
     height, width = x.shape
-    if 0 < x.numel() <= _FEW and x.device.type == "cpu" and whole_rows(x, (rows, columns)) and eps == 0.0 and amax_bits is None:
+    if 0 < x.numel() <= _FEW and x.device.type == "cpu" and eps == 0.0 and amax_bits is None and whole_rows(x, (rows, columns)):
         few = _quantize_few(x, (rows, columns), scale_format)
         if few is not None:
             return QuantizedTensor(*few, tuple(block))
@@ -176,7 +176,7 @@ def quantize(
 
 
 def _quantize_few(x: torch.Tensor, block: tuple[int, int], scale_format: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(codes, scale_inv) as :func:`quantize`'s of a decoding step's activations, in half as many calls; None where a block is not ordinary.
+    """:func:`quantize`'s (codes, scale_inv) of a decoding step's activations, in half as many calls; None if a block is not ordinary.
 
     Ordinary: finite, not all 0, and so large that 448 / amax does not overflow.
     """

@@ -42,6 +42,22 @@ def _check_on_the_driver(module) -> None:
         wrapt.wrap_function_wrapper(module, "validate_config", _validate_config)
 
 
+def _run_ppo(wrapped, instance, args, kwargs):
+    from verl_fp8.validate import validate_entry
+
+    config = kwargs["config"] if "config" in kwargs else args[0]
+    validate_entry(config, kwargs["task_runner_class"] if "task_runner_class" in kwargs else args[1])
+    return wrapped(*args, **kwargs)
+
+
+@wrapt.when_imported("verl.trainer.main_ppo")
+def _check_other_entry_points(module) -> None:
+    # `python -m verl.trainer.main_ppo` does not import it. Who does is an entry point of its own (one_step_off_policy,
+    # fully_async_policy, recipes): they share run_ppo, but validate nothing on the driver and bring trainers that the
+    # stage is not attached to.
+    wrapt.wrap_function_wrapper(module, "run_ppo", _run_ppo)
+
+
 if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
     # Only where the user chose the CPU platform by verl's own variable; see verl_fp8/cpu.py.
     import verl_fp8.cpu  # noqa: F401

@@ -87,7 +87,7 @@ def outgoing(
             pending.discard(layer)
             stats.fp8_weights += tensor.shape.numel()
             if settings.weight_sync == "bf16":
-                yield emit(name, tensor.to(torch.bfloat16), of_fp8_layer=True)
+                yield emit(name, _finite(name, tensor.to(torch.bfloat16)), of_fp8_layer=True)
                 continue
             try:
                 quantized = tensor if isinstance(tensor, QuantizedTensor) else quantize_weight(tensor, settings)
@@ -97,7 +97,8 @@ def outgoing(
             yield emit(layer + SCALE_SUFFIX, quantized.scale_inv, of_fp8_layer=True)
         else:
             # verl's FSDP2 forward computes with bf16 copies of the fp32 masters; the rollout gets the same copies.
-            yield emit(name, tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor, of_fp8_layer=False)
+            tensor = _finite(name, tensor.to(torch.bfloat16)) if tensor.is_floating_point() else tensor
+            yield emit(name, tensor, of_fp8_layer=False)
     if pending:
         raise SyncError(
             f"{len(fp8)} FP8 layers in the weight sync",
@@ -114,6 +115,17 @@ def outgoing(
     data = torch.frombuffer(bytearray(json.dumps(manifest).encode()), dtype=torch.uint8)
     stats.total_bytes += data.nbytes
     yield MANIFEST, data
+
+
+def _finite(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    bad = ~torch.isfinite(tensor)
+    if bad.any():
+        raise DataError(
+            f"ship {name} in {str(tensor.dtype).removeprefix('torch.')}",
+            f"{int(bad.sum())} values that are not finite, of {tensor.numel()}",
+            "the weights have diverged or were loaded wrongly: check the last optimiser step and the checkpoint",
+        )
+    return tensor
 
 
 @dataclass

@@ -4,14 +4,13 @@
 ``verl-fp8 check`` calls: one set of rules. Every refusal says what was asked, what was found and which key fixes it.
 """
 
-import contextlib
-import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_fp8 import checkpoint
 from verl_fp8.contract import require_versions
 from verl_fp8.corrections import ais_config, rollout_correction, same_setting, try_rollout_correction
 from verl_fp8.dump import check_folder, run_of
@@ -21,7 +20,7 @@ from verl_fp8.hardware import probe, refuse_whole_sides, resolve_backend, resolv
 from verl_fp8.layout import check_tensor_parallel, load_config, split_layers
 from verl_fp8.settings import CorrectionSettings, Fp8Settings
 from verl_fp8.vllm_arguments import EXTENSION, environment, fp8_arguments
-from verl_fp8.wiring import check_fields, check_groups, check_nodes, check_vllm_arguments
+from verl_fp8.wiring import GROUPS, check_fields, check_groups, check_nodes, check_vllm_arguments
 
 # Estimators that turn group rewards into one advantage a response, as the paper's experiments do.
 GRPO_FAMILY = ("grpo", "grpo_vectorized")
@@ -30,6 +29,11 @@ TARGETS = {
     "actor_rollout_ref.actor._target_": "verl_fp8.config.actor_config",
     "actor_rollout_ref.model._target_": "verl_fp8.config.ModelConfig",
 }
+# What the switches have been tried with: verl's trainer modes and rollout engines.
+FP8_MODES = ("sync", "colocate_async")
+MODES = (*FP8_MODES, "separate_async")
+ROLLOUT = "vllm"
+
 FP8_TARGETS = {
     "actor_rollout_ref.actor.fsdp_config._target_": "verl_fp8.config.Fp8EngineConfig",
     "actor_rollout_ref.rollout._target_": "verl_fp8.config.Fp8RolloutConfig",
@@ -86,8 +90,31 @@ def validate_run(config: DictConfig) -> RunSummary:
     check_nodes(config)
     _check_rollout(config, fp8, asked)
     backend, kernel = _check_hardware(config, fp8)
+    checkpoint.check_resume(config.trainer, fp8, known=backend is not None)
     converted, kept = _check_model(config, fp8)
     return RunSummary(fp8, correction, converted, kept, backend, kernel)
+
+
+def validate_entry(config: DictConfig, task_runner: Any) -> None:
+    """:func:`validate_run` for a configuration that an entry point hands to verl's ``run_ppo``.
+
+    Args:
+        task_runner: the Ray actor class that will train.
+
+    Raises:
+        ConfigError: a switch, and another task runner than verl.trainer.main_ppo's, which brings a trainer of its own.
+    """
+    from verl.trainer.main_ppo import TaskRunnerV1
+
+    switches = [f"+{group}" for group in GROUPS if get(config, group) is not None]
+    if switches and task_runner is not TaskRunnerV1:
+        name = getattr(getattr(task_runner, "__ray_metadata__", None), "class_name", str(task_runner))
+        raise ConfigError(
+            " ".join(switches),
+            f"the task runner {name}, whose trainer the switches do not reach",
+            "start python -m verl.trainer.main_ppo; trainer.v1.trainer_mode=colocate_async trains asynchronously",
+        )
+    validate_run(config)
 
 
 def number(config: DictConfig, path: str, default: float) -> float:
@@ -109,6 +136,15 @@ def _refuse(asked: str, config: DictConfig, path: str, why: str, fix: str) -> No
 def _check_shared(config: DictConfig, asked: str) -> None:
     if not get(config, "trainer.use_v1", True):
         _refuse(asked, config, "trainer.use_v1", ", verl's deprecated trainer", "set trainer.use_v1=true")
+    mode, modes = get(config, "trainer.v1.trainer_mode", "sync"), FP8_MODES if get(config, "fp8") is not None else MODES
+    if mode not in modes:
+        _refuse(asked, config, "trainer.v1.trainer_mode", f"; tried with {', '.join(modes)}", f"set trainer.v1.trainer_mode={modes[0]}")
+    if get(config, "actor_rollout_ref.rollout.name") != ROLLOUT:
+        path = "actor_rollout_ref.rollout.name"
+        _refuse(asked, config, path, ", whose quantiser and log-probs the switches do not reach", f"set {path}={ROLLOUT}")
+    if get(config, "actor_rollout_ref.rollout.mode", "async") != "async":
+        path = "actor_rollout_ref.rollout.mode"
+        _refuse(asked, config, path, ", which verl 0.9 no longer has", f"set {path}=async")
     for path, target in TARGETS.items():
         if get(config, path) != target:
             why = f" instead of {target}, so the switches would not act"
@@ -151,7 +187,6 @@ def _check_engine(config: DictConfig, asked: str) -> None:
 def _check_rollout(config: DictConfig, fp8: Fp8Settings, asked: str) -> None:
     base = "actor_rollout_ref.rollout"
     wanted = {
-        "name": ("vllm", "the FP8 rollout is vLLM's"),
         "quantization": (
             (None, "fp8.mode=bf16 has no FP8 layer")
             if fp8.layer_filter is None
@@ -340,13 +375,7 @@ def _check_ais(config: DictConfig, correction: CorrectionSettings, asked: str) -
 
 
 def _check_dump(config: DictConfig, correction: CorrectionSettings) -> None:
-    from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
-
-    mode = get(config, "trainer.resume_mode", "auto")
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints what it finds
-        latest = find_latest_ckpt_path(get(config, "trainer.default_local_dir")) if mode == "auto" else None
-    resumed = mode == "resume_path" or latest is not None
-    check_folder(Path(correction.dump.folder), run_of(config), resumed=resumed)
+    check_folder(Path(correction.dump.folder), run_of(config), resumed=checkpoint.resumed(config.trainer) is not None)
 
 
 def _check_support(config: DictConfig, correction: CorrectionSettings, asked: str) -> None:

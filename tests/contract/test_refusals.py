@@ -1,5 +1,6 @@
 """The fail-closed matrix: real command lines, composed by Hydra, judged by verl's driver; wrong ones name their key."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -11,6 +12,9 @@ import transformers
 from hydra.errors import HydraException
 
 from tests.contract.driver import SWITCHES, compose, refusal, start
+from verl_fp8 import checkpoint
+from verl_fp8.hardware import Hardware, assume
+from verl_fp8.settings import Fp8Settings
 
 R, A, REF, M = (f"actor_rollout_ref.{node}" for node in ("rollout", "actor", "ref", "model"))
 V = f"{R}.engine_kwargs.vllm"
@@ -120,6 +124,9 @@ CONTRADICTIONS = [
     (f"{R}.quantization_config_file=/x.json", f"{R}.quantization_config_file"),
     (f"{R}.dtype=float16", f"{R}.dtype"),
     (f"{R}.name=sglang", f"{R}.name"),
+    (f"{R}.name=trtllm", f"{R}.name"),
+    (f"{R}.name=hf", f"{R}.name"),
+    (f"{R}.mode=sync", f"{R}.mode"),
     (f"{R}.calculate_log_probs=false", f"{R}.calculate_log_probs"),
     (f"{R}.checkpoint_engine.backend=delta_sharded", f"{R}.checkpoint_engine.backend"),
     (f"++{R}.qat.enable=true", f"{R}.qat.enable"),
@@ -150,6 +157,8 @@ CONTRADICTIONS = [
     ("model_engine=megatron", "model_engine"),
     ("model_engine=veomni", "model_engine"),
     ("trainer.use_v1=false", "trainer.use_v1"),
+    ("trainer.v1.trainer_mode=separate_async", "trainer.v1.trainer_mode"),
+    ("trainer.v1.trainer_mode=bogus", "trainer.v1.trainer_mode"),
     (f"{M}.lora_rank=8", f"{M}.lora_rank"),
     (f"{M}.lora.rank=8", f"{M}.lora.rank"),
     (f"{M}.lora_adapter_path=/adapter", f"{M}.lora_adapter_path"),
@@ -213,6 +222,10 @@ BAD_LINES = [
     (f"+is_correction=ais {A}._target_=verl.workers.config.FSDPActorConfig", f"{A}._target_"),
     (f"+is_correction=ais {M}._target_=verl.workers.config.HFModelConfig", f"{M}._target_"),
     ("+is_correction=ais model_engine=veomni", "veomni"),
+    (f"+is_correction=ais {R}.name=sglang", f"{R}.name"),
+    (f"+is_correction=tis {R}.name=trtllm", f"{R}.name"),
+    ("+is_correction=ais trainer.v1.trainer_mode=bogus", "trainer.v1.trainer_mode"),
+    ("+fp8=rollout trainer.v1.trainer_mode=separate_async", "trainer.v1.trainer_mode"),
     (f"+is_correction=tis {RC}.rollout_is=null", f"{RC}.rollout_is"),
     (f"+is_correction=tis {RC}=null", f"{RC}.rollout_is"),
     (f"+is_correction=icepop {RC}.rollout_is_threshold=9", f"{RC}.rollout_is_threshold"),
@@ -230,6 +243,8 @@ GOOD = [
     "+is_correction=ais",
     f"+is_correction=ais {A}.strategy=fsdp",
     "+is_correction=none",
+    "+fp8=unified +is_correction=ais trainer.v1.trainer_mode=colocate_async",
+    "+is_correction=ais trainer.v1.trainer_mode=separate_async",
     "+fp8=unified +is_correction=none",
     "+fp8=unified +is_correction=ais",
     "+is_correction=ais +fp8=unified",
@@ -316,6 +331,37 @@ def test_a_correction_runs_on_megatron_too(tiny_model):
         tiny_model, [*job, "model_engine=megatron", "+fp8=unified"], config_name="ppo_trainer"
     )
     assert "model_engine=megatron" in said(tiny_model, [*job, "+fp8=unified"], config_name="ppo_megatron_trainer")
+
+
+@pytest.mark.parametrize("switches", [["+fp8=unified"], ["+is_correction=ais"], SWITCHES], ids=" ".join)
+@pytest.mark.parametrize("entry", ["fully_async_policy.fully_async_main.FullyAsyncTaskRunner", "one_step_off_policy.main_ppo.OneStepTaskRunner"])
+def test_another_entry_point_is_refused(tiny_model, switches, entry):
+    """verl's other asynchronous trainers share run_ppo, check nothing on the driver and never meet the stage."""
+    from verl.trainer.main_ppo import run_ppo
+
+    module, _, name = entry.rpartition(".")
+    runner = getattr(importlib.import_module(f"verl.experimental.{module}"), name)
+    message = refusal(run_ppo, compose(f"{M}.path={tiny_model}", *switches), task_runner_class=runner)
+    assert message is not None and name in message and "trainer.v1.trainer_mode=colocate_async" in message
+
+
+def test_a_checkpoint_is_judged_on_the_driver(tiny_model, tmp_path):
+    """Another recipe, another GPU generation and a cut file stop before Ray starts; the same recipe passes."""
+    folder = tmp_path / "global_step_3" / "actor"
+    folder.mkdir(parents=True)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    line = [*SWITCHES, "trainer.resume_mode=auto", f"trainer.default_local_dir={tmp_path}"]
+    saved = Fp8Settings.parse({"mode": "unified"}, capability=None)
+    checkpoint.write(folder, {"mode": "unified", "recipe": saved.recipe.to_dict(), "layers": []})
+    assert said(tiny_model, line) is None
+    assert "scale_format='fp32', now 'pow2'" in said(tiny_model, [*line, "fp8.recipe.scale_format=pow2"])
+    blackwell = Hardware(capability=(10, 0), cuda=(13, 0), transformer_engine="2.20.2")
+    with assume(blackwell):
+        assert "set fp8.recipe.scale_format=fp32" in said(tiny_model, line)
+    cut = folder / "optim_world_size_1_rank_0.pt"
+    cut.write_bytes(b"PK\x03\x04cut")
+    assert str(cut) in said(tiny_model, line)
+    assert said(tiny_model, [*line, "trainer.resume_mode=disable"]) is None
 
 
 def test_megatrons_own_fp8_keys_are_left_alone(tiny_model):

@@ -206,6 +206,7 @@ NOT_IN_A_RUN = {
     "plugin",
     "validate",
     "layout",
+    "checkpoint",
     "replay",
     "certify",
     "certify_rollout",

@@ -1,15 +1,17 @@
 """Real training runs: verl's own entry point, Ray, vLLM, in a child process under a time limit."""
 
+import contextlib
 import json
 import os
 import re
 import runpy
-import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,27 +60,91 @@ def command(data_dir):
     return make
 
 
+class Running:
+    """A run that is going on, to do something to it."""
+
+    def __init__(self, command: list[str], out: Path) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        self.log_file, self.metrics_file = out / "train.log", out / "metrics.jsonl"
+        self.metrics_file.unlink(missing_ok=True)
+        self.environment = {
+            **os.environ, "VERL_FILE_LOGGER_PATH": str(self.metrics_file), "VLLM_CPU_CI_ENV": "1",
+            "HYDRA_FULL_ERROR": "1", "RAY_DEDUP_LOGS": "0",
+        }  # fmt: skip
+        self.environment.pop("VLLM_CPU_KVCACHE_SPACE", None)
+        with self.log_file.open("w") as output:
+            self.process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, env=self.environment, start_new_session=True
+            )
+
+    @property
+    def log(self) -> str:
+        """What it has written."""
+        return self.log_file.read_text(errors="replace")
+
+    @property
+    def steps(self) -> list[dict]:
+        """The metrics of the steps it has finished."""
+        lines = self.metrics_file.read_text().splitlines(keepends=True) if self.metrics_file.exists() else []
+        return [json.loads(line)["data"] for line in lines if line.endswith("\n")]
+
+    def wait_for_steps(self, count: int, timeout: float = 300) -> None:
+        """Return after so many steps."""
+        deadline = time.monotonic() + timeout
+        while len(self.steps) < count:
+            assert self.process.poll() is None and time.monotonic() < deadline, self.log[-3000:]
+            time.sleep(0.2)
+
+    def processes(self, name: str = "") -> list[psutil.Process]:
+        """Its processes by an environment variable of it: not all of Ray's are children of the driver."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                mine = process.environ().get("VERL_FILE_LOGGER_PATH") == str(self.metrics_file)
+                if mine and name in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def wait_for_processes(self, timeout: float, name: str = "") -> list[psutil.Process]:
+        """Those that are left after that time."""
+        deadline = time.monotonic() + timeout
+        while (left := self.processes(name)) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        return left
+
+    def end(self) -> None:
+        """Kill what is left of it."""
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        self.process.wait()
+
+
 @pytest.fixture(scope="session")
-def train(command):
-    """train(model, out, *overrides, timeout=420) -> Run. The process group is ended if it outlives the limit."""
+def running(command):
+    """with running(model, out, *overrides) as run: a :class:`Running`, of which nothing is left afterwards."""
+
+    @contextlib.contextmanager
+    def start(model: str, out: Path, *overrides: str):
+        run = Running(command(model, out, *overrides), out)
+        try:
+            yield run
+        finally:
+            run.end()
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def train(running):
+    """train(model, out, *overrides, timeout=420) -> Run. Nothing of it outlives the limit."""
 
     def start(model: str, out: Path, *overrides: str, timeout: float = 420) -> Run:
-        out.mkdir(parents=True, exist_ok=True)
-        log, metrics = out / "train.log", out / "metrics.jsonl"
-        metrics.unlink(missing_ok=True)
-        env = {**os.environ, "VERL_FILE_LOGGER_PATH": str(metrics), "VLLM_CPU_CI_ENV": "1", "HYDRA_FULL_ERROR": "1", "RAY_DEDUP_LOGS": "0"}
-        env.pop("VLLM_CPU_KVCACHE_SPACE", None)
-        with log.open("w") as output:
-            process = subprocess.Popen(
-                command(model, out, *overrides), stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True
-            )
+        with running(model, out, *overrides) as run:
             try:
-                code = process.wait(timeout)
+                code = run.process.wait(timeout)
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                pytest.fail(f"the run did not end within {timeout} s; its log ends:\n{log.read_text()[-3000:]}")
-        steps = [json.loads(line)["data"] for line in metrics.read_text().splitlines()] if metrics.exists() else []
-        return Run(code, log.read_text(errors="replace"), steps)
+                pytest.fail(f"the run did not end within {timeout} s; its log ends:\n{run.log[-3000:]}")
+        return Run(code, run.log, run.steps)
 
     return start

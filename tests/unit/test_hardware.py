@@ -197,11 +197,12 @@ def test_probe():
         (["+fp8=unified"], None, ["+fp8=unified"]),
         (["--config-dir", "x", "+fp8=unified"], None, ["--config-dir", "x", "+fp8=unified"]),
         (["--capability", "9.0", "+fp8=unified"], Hardware((9, 0), (13, 0), "2.20.2"), ["+fp8=unified"]),
+        (["+fp8=unified", "--capability", "9.0", "a=b"], Hardware((9, 0), (13, 0), "2.20.2"), ["+fp8=unified", "a=b"]),
         (["--capability=10.0", "--cuda=12.8", "--transformer-engine", "none"], Hardware((10, 0), (12, 8), None), []),
     ],
 )
 def test_the_options_of_check(words, hardware, rest):
-    """verl-fp8 check takes its own options off the front and leaves Hydra's alone."""
+    """verl-fp8 check takes its own options out, wherever they stand, and leaves Hydra's alone."""
     assert machine(words) == (hardware, rest)
 
 
