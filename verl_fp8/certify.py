@@ -104,6 +104,8 @@ class Trainer:
 
         from verl_fp8.engine import prepare_module
 
+        if fp8.megatron:
+            raise ConfigError("verl-fp8 certify", "+fp8=unified_megatron: it builds the Hugging Face model", "certify +fp8=unified")
         node = plain(config.actor_rollout_ref.model)
         overrides = node.get("override_config") or {}
         attention = overrides.get("attn_implementation", "flash_attention_2")  # verl's own default

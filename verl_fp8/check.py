@@ -1,8 +1,8 @@
 """``verl-fp8 check <verl overrides>``: compose and validate as ``python -m verl.trainer.main_ppo <verl overrides>`` would.
 
 Judged for this machine, or for another one: ``verl-fp8 check --capability 9.0 <verl overrides>``. That machine has one GPU
-model of this compute capability, CUDA 13.0 and TransformerEngine 2.20.2; ``--cuda 12.8`` and ``--transformer-engine none``
-(or a version) say otherwise.
+model of this compute capability, CUDA 13.0, TransformerEngine 2.20.2 and megatron-core 0.19.2; ``--cuda 12.8``,
+``--transformer-engine none`` and ``--megatron-core none`` (or a version) say otherwise.
 """
 
 import contextlib
@@ -105,7 +105,7 @@ def machine(overrides: list[str]) -> tuple[Hardware | None, list[str]]:
     while pending:
         argument = pending.pop(0)
         name, given, value = argument.partition("=")
-        if name in ("--capability", "--cuda", "--transformer-engine"):
+        if name in ("--capability", "--cuda", "--transformer-engine", "--megatron-core"):
             options[name] = value if given else pending.pop(0) if pending else ""
         else:
             rest.append(argument)
@@ -113,11 +113,12 @@ def machine(overrides: list[str]) -> tuple[Hardware | None, list[str]]:
         return None, rest
     if "--capability" not in options:
         raise ConfigError(" ".join(options), "no --capability beside it", "give --capability 9.0 (Hopper) or 10.0 (Blackwell)")
-    te = options.get("--transformer-engine", "2.20.2")
+    te, megatron = options.get("--transformer-engine", "2.20.2"), options.get("--megatron-core", "0.19.2")
     return Hardware(
         capability=_version("--capability", options["--capability"]),
         cuda=_version("--cuda", options.get("--cuda", "13.0")),
         transformer_engine=None if te == "none" else te,
+        megatron_core=None if megatron == "none" else megatron,
     ), rest
 
 

@@ -14,6 +14,7 @@ from verl.workers.config import (
     FSDPEngineConfig,
     HFModelConfig,
     McoreActorConfig,
+    McoreEngineConfig,
     RolloutConfig,
 )
 
@@ -23,6 +24,7 @@ from verl_fp8.errors import ConfigError
 from verl_fp8.settings import Fp8Settings
 
 BACKEND = "fsdp2_fp8"
+MEGATRON_BACKEND = "megatron_fp8"
 
 
 class _Checked:
@@ -64,7 +66,13 @@ class CheckedFSDPActorConfig(_Checked, FSDPActorConfig):
 
 @dataclass
 class CheckedMcoreActorConfig(_Checked, McoreActorConfig):
-    """verl's Megatron actor, checked."""
+    """verl's Megatron actor; with an :class:`Fp8McoreEngineConfig` inside it selects our engine instead of verl's."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if isinstance(self.megatron, Fp8McoreEngineConfig):
+            register.megatron_engine()
+            object.__setattr__(self.engine, "strategy", MEGATRON_BACKEND)
 
 
 def actor_config(**kwargs: Any) -> FSDPActorConfig | McoreActorConfig:
@@ -75,16 +83,22 @@ def actor_config(**kwargs: Any) -> FSDPActorConfig | McoreActorConfig:
     """
     require("config")
     strategy = kwargs.get("strategy")
-    fp8 = isinstance(kwargs.get("fsdp_config"), Fp8EngineConfig)
-    if "megatron" in kwargs:
-        if fp8:
-            raise ConfigError(
-                "+fp8=unified or +fp8=rollout",
-                "model_engine=megatron",
-                "these modes are for FSDP2: remove model_engine=megatron",
-            )
+    fsdp, megatron = kwargs.get("fsdp_config"), kwargs.get("megatron")
+    if isinstance(fsdp, Fp8EngineConfig) and megatron is not None:
+        raise ConfigError(
+            "+fp8=unified, rollout or bf16, which are for FSDP2",
+            "model_engine=megatron",
+            "use +fp8=unified_megatron, or remove model_engine=megatron",
+        )
+    if isinstance(megatron, Fp8McoreEngineConfig) and fsdp is not None:
+        raise ConfigError(
+            "+fp8=unified_megatron",
+            f"actor_rollout_ref.actor.strategy={strategy}",
+            "set model_engine=megatron, or use +fp8=unified",
+        )
+    if megatron is not None:
         return CheckedMcoreActorConfig(**kwargs)
-    if "fsdp_config" in kwargs and strategy in ("fsdp", "fsdp2"):
+    if fsdp is not None and strategy in ("fsdp", "fsdp2"):
         return CheckedFSDPActorConfig(**kwargs)
     raise ConfigError(
         "fp8 or is_correction",
@@ -96,6 +110,17 @@ def actor_config(**kwargs: Any) -> FSDPActorConfig | McoreActorConfig:
 @dataclass
 class Fp8EngineConfig(FSDPEngineConfig):
     """verl's FSDP engine configuration and the ``fp8`` node."""
+
+    fp8: Any = None
+
+    def settings(self, capability: tuple[int, int] | None = None) -> Fp8Settings:
+        """The parsed ``fp8`` node."""
+        return Fp8Settings.parse(self.fp8, capability=capability)
+
+
+@dataclass
+class Fp8McoreEngineConfig(McoreEngineConfig):
+    """verl's Megatron engine configuration and the ``fp8`` node."""
 
     fp8: Any = None
 

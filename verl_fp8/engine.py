@@ -1,9 +1,13 @@
-"""verl's FSDP2 engine with FP8 linear layers and an FP8 weight sync, registered under its own backend name."""
+"""verl's FSDP2 engine with FP8 linear layers and an FP8 weight sync, registered under its own backend name.
+
+The weight sync's side (:class:`Fp8SyncMixin`) is any engine's; verl_fp8.engine_megatron puts it over verl's Megatron engine.
+"""
 
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from verl.utils.device import get_device_name
@@ -58,12 +62,79 @@ def prepare_module(module: torch.nn.Module, fp8: Fp8Settings) -> tuple[Conversio
     return report, backend
 
 
-class Fp8EngineMixin:
+def _no_lora() -> ConfigError:
+    return ConfigError("+fp8", "LoRA adapters", "remove actor_rollout_ref.model.lora_rank")
+
+
+class Fp8SyncMixin:
+    """The FP8 weight sync, its figures and the recipe in the checkpoint, over any of verl's engines.
+
+    Attributes:
+        fp8: the settings; set before verl's ``__init__``.
+        _fp8_layers: names of the layers that are FP8 on some side; set when the module is built.
+    """
+
+    fp8: Fp8Settings
+    _fp8_layers: tuple[str, ...]
+    _fp8_sync: Mapping[str, float] = MappingProxyType({})
+
+    def get_per_tensor_param(self, layered_summon=False, base_sync_done=False, **kwargs):
+        """The weights for the rollout: FP8 codes and scales of the FP8 layers, bf16 for the rest, and the manifest."""
+        weights, peft_config = super().get_per_tensor_param(
+            layered_summon=layered_summon, base_sync_done=base_sync_done, **kwargs
+        )
+        if peft_config is not None:
+            raise _no_lora()
+        return self._counted(weights), None
+
+    def _counted(self, weights) -> Iterator[tuple[str, torch.Tensor]]:
+        stats, start = SyncStats(), time.perf_counter()
+        yield from outgoing(weights, self.fp8, self._fp8_layers, skip=self._tied(), stats=stats)
+        self._fp8_sync = {
+            "fp8/sync_bytes": float(stats.total_bytes),
+            "fp8/sync_bytes_per_weight": stats.bytes_per_weight,
+            "fp8/sync_seconds": time.perf_counter() - start,
+        }
+
+    def _tied(self) -> frozenset[str]:
+        """The duplicate of a tied embedding: vLLM refuses it."""
+        return frozenset({"lm_head.weight"} if getattr(self.model_config.hf_config, "tie_word_embeddings", False) else ())
+
+    def train_batch(self, data, loss_function):
+        """verl's, plus the figures of the sync that the batch's rollout used (they reach the log as ``fp8/*``)."""
+        output = super().train_batch(data, loss_function)
+        if "metrics" in output:
+            # verl keeps a list of micro-batch values under every name and joins the ranks' lists.
+            output["metrics"].update({name: [value] for name, value in self._fp8_sync.items()})
+        return output
+
+    def save_checkpoint(self, local_path, *args, **kwargs):
+        """verl's checkpoint plus the recipe it was trained with."""
+        super().save_checkpoint(local_path, *args, **kwargs)
+        if torch.distributed.get_rank() == 0:
+            checkpoint.write(Path(local_path), self._fp8_identity())
+
+    def load_checkpoint(self, local_path, *args, **kwargs):
+        """Resume; refuses a checkpoint of another recipe, or one that is cut.
+
+        Raises:
+            ConfigError: names what differs.
+            DataError: names the file.
+        """
+        if local_path is not None:
+            checkpoint.compare(Path(local_path), self._fp8_identity())
+            checkpoint.check_files(Path(local_path), torch.distributed.get_rank())
+        return super().load_checkpoint(local_path, *args, **kwargs)
+
+    def _fp8_identity(self) -> dict:
+        return {"mode": self.fp8.mode, "recipe": self.fp8.recipe.to_dict(), "layers": sorted(self._fp8_layers)}
+
+
+class Fp8EngineMixin(Fp8SyncMixin):
     """The FP8 parts, over any of verl's FSDP engines with a language-model head."""
 
     def __init__(self, model_config, engine_config, optimizer_config, checkpoint_config):
         self.fp8 = engine_config.settings(probe().capability)
-        self._fp8_sync: dict[str, float] = {}
         # verl's FSDP code branches on its own strategy names.
         object.__setattr__(engine_config, "strategy", "fsdp2")
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
@@ -92,61 +163,18 @@ class Fp8EngineMixin:
         return module
 
     def get_per_tensor_param(self, layered_summon=False, base_sync_done=False, **kwargs):
-        """The weights for the rollout: FP8 codes and scales of the FP8 layers, bf16 for the rest, and the manifest."""
+        """As :class:`Fp8SyncMixin`'s, from the shards: quantised before they are gathered (verl_fp8.gather)."""
         if hasattr(self.module, "peft_config"):
-            raise ConfigError("+fp8", "LoRA adapters", "remove actor_rollout_ref.model.lora_rank")
+            raise _no_lora()
         shards, _ = self.get_per_tensor_param_shard()
-        return self._counted(shards), None
-
-    def _counted(self, shards) -> Iterator[tuple[str, torch.Tensor]]:
-        """``shards``: (name, this rank's part, verl's ShardSpec of it)."""
-        stats, start = SyncStats(), time.perf_counter()
-        hf_config = self.model_config.hf_config
-        tied = getattr(hf_config, "tie_word_embeddings", False)
-        skip = frozenset({"lm_head.weight"}) if tied else frozenset()
-        unfuse = functools.partial(transformer_impl.unfuse_moe_params, model_type=hf_config.model_type)
-        weights = full_weights(shards, self.fp8, self._fp8_layers, unfuse, skip=skip)
-        yield from outgoing(weights, self.fp8, self._fp8_layers, stats=stats)
-        self._fp8_sync = {
-            "fp8/sync_bytes": float(stats.total_bytes),
-            "fp8/sync_bytes_per_weight": stats.bytes_per_weight,
-            "fp8/sync_seconds": time.perf_counter() - start,
-        }
+        unfuse = functools.partial(transformer_impl.unfuse_moe_params, model_type=self.model_config.hf_config.model_type)
+        return self._counted(full_weights(shards, self.fp8, self._fp8_layers, unfuse, skip=self._tied())), None
 
     def _logprobs_from_logits(self, **kwargs):
         """Called by a verl whose source asks the engine; elsewhere exact_hf.match_log_softmax does it."""
         if self.fp8.exact:
             return exact.log_probs(kwargs["logits"], kwargs["labels"])
         return super()._logprobs_from_logits(**kwargs)
-
-    def train_batch(self, data, loss_function):
-        """verl's, plus the figures of the sync that the batch's rollout used (they reach the log as ``fp8/*``)."""
-        output = super().train_batch(data, loss_function)
-        if "metrics" in output:
-            # verl keeps a list of micro-batch values under every name and joins the ranks' lists.
-            output["metrics"].update({name: [value] for name, value in self._fp8_sync.items()})
-        return output
-
-    def save_checkpoint(self, local_path, *args, **kwargs):
-        """verl's checkpoint plus the recipe it was trained with."""
-        super().save_checkpoint(local_path, *args, **kwargs)
-        if self.rank == 0:
-            checkpoint.write(Path(local_path), self._fp8_identity())
-
-    def load_checkpoint(self, local_path, *args, **kwargs):
-        """Resume; refuses a checkpoint of another recipe, or one that is cut.
-
-        Raises:
-            ConfigError: names what differs.
-            DataError: names the file.
-        """
-        if local_path is not None:
-            checkpoint.compare(Path(local_path), self._fp8_identity())
-            checkpoint.check_files(Path(local_path), self.rank)
-        return super().load_checkpoint(local_path, *args, **kwargs)
-
-    def _fp8_identity(self) -> dict:
-        return {"mode": self.fp8.mode, "recipe": self.fp8.recipe.to_dict(), "layers": sorted(self._fp8_layers)}
 
 
 def register() -> None:

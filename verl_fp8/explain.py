@@ -34,6 +34,12 @@ REASONS: dict[str, str] = {
     "actor_rollout_ref.model._target_": "attaches the correction stage in the task runner, before the first step",
     "actor_rollout_ref.*.fsdp_config._target_": "an engine configuration that carries fp8; it selects the FP8 engine",
     "actor_rollout_ref.*.fsdp_config.fp8": "the one fp8 node, as actor and reference policy read it",
+    "actor_rollout_ref.*.megatron._target_": "an engine configuration that carries fp8; it selects the FP8 engine",
+    "actor_rollout_ref.*.megatron.fp8": "the one fp8 node, as actor and reference policy read it",
+    "actor_rollout_ref.*.override_transformer_config.fp8_param": "parameters stay bf16, which both sides quantise",
+    "actor_rollout_ref.*.override_transformer_config.fp8*": "Megatron enters TransformerEngine's autocast in each decoder layer",
+    "actor_rollout_ref.*.override_transformer_config.*_bf16": "the decoder layers that fp8.recipe.exclude keeps in bf16",
+    "actor_rollout_ref.actor.optim.override_optimizer_config.fp8_recipe": "the distributed optimizer is told the recipe",
     "actor_rollout_ref.rollout._target_": "computes vLLM's arguments from the same recipe and list of layers",
     "actor_rollout_ref.*._target_": "checks the whole configuration on the driver; chooses an FP8 actor's engine",
     "actor_rollout_ref.*.strategy": "the FP8 engine is verl's FSDP2 engine",
@@ -119,7 +125,8 @@ def explain(overrides: list[str]) -> list[Setting]:
     found += [Setting(p, _at(old, p), ABSENT, ABSENT) for p in taken if _at(new, p) == ABSENT]
     if summary.fp8 is not None:
         found += _computed(config)
-        if summary.backend == "te":
+        # In Megatron the environment above says it.
+        if summary.backend == "te" and not summary.fp8.megatron:
             from verl_fp8.te import te_settings
 
             found += [

@@ -35,6 +35,8 @@ _EMULATED = (10, 0)
 _CUDA = (12, 9)
 # tests/contract/test_te.py runs the backend on the Python of these versions.
 TRANSFORMER_ENGINE = SpecifierSet(">=2.18,<2.21")
+# tests/contract/test_megatron.py runs against the Python of the first and the last of these.
+MEGATRON_CORE = SpecifierSet(">=0.16,<0.20")
 _INSTALL_TE = "pip install --no-build-isolation 'transformer-engine[pytorch]==2.20.2'"
 
 
@@ -46,11 +48,13 @@ class Hardware:
         capability: compute capability of the first visible GPU, None without a CUDA GPU.
         cuda: the CUDA version torch was built for, None for a build without CUDA.
         transformer_engine: the installed version of TransformerEngine's torch extension, None without.
+        megatron_core: the installed version, None without.
     """
 
     capability: tuple[int, int] | None = None
     cuda: tuple[int, int] | None = None
     transformer_engine: str | None = None
+    megatron_core: str | None = None
 
     def __str__(self) -> str:
         if self.capability is None:
@@ -126,7 +130,7 @@ def resolve_backend(requested: str, recipe: Recipe, hardware: Hardware) -> str:
                 "set fp8.backend=te",
             )
         return "torch"
-    _check_transformer_engine(asked, hardware)
+    check_transformer_engine(asked, hardware, otherwise=", or set fp8.backend=torch" if hardware.capability < _EMULATED else "")
     return "te"
 
 
@@ -185,9 +189,17 @@ def check_gpu(asked: str, hardware: Hardware) -> None:
         )
 
 
-def _check_transformer_engine(asked: str, hardware: Hardware) -> None:
+def check_transformer_engine(asked: str, hardware: Hardware, *, otherwise: str = "") -> None:
+    """Refuse an absent or untried TransformerEngine.
+
+    Args:
+        otherwise: what may be done instead of installing it.
+
+    Raises:
+        ConfigError: which version is there.
+    """
     found, supported = hardware.transformer_engine, TRANSFORMER_ENGINE
-    fix = _INSTALL_TE + (", or set fp8.backend=torch" if hardware.capability < _EMULATED else "")
+    fix = _INSTALL_TE + otherwise
     if found is None:
         raise ConfigError(asked, "TransformerEngine is not installed", fix)
     if not supported.contains(Version(found).base_version):
@@ -205,6 +217,19 @@ def refuse_whole_sides(recipe: Recipe, asked: str) -> None:
         "a GPU, where vLLM requantises the parts of fused layers to one scale: the rollout would not hold the codes it was sent",
         "set fp8.recipe.weights=block and fp8.recipe.activations=group; other scales run on CPU (VERL_PLATFORM=cpu, trainer.device=cpu)",
     )
+
+
+def check_megatron_core(asked: str, hardware: Hardware) -> None:
+    """Refuse an absent or untried megatron-core.
+
+    Raises:
+        ConfigError: which version is there.
+    """
+    found = hardware.megatron_core
+    if found is None or not MEGATRON_CORE.contains(Version(found).base_version):
+        found = "megatron-core is not installed" if found is None else f"megatron-core {found}"
+        fix = f"install megatron-core{MEGATRON_CORE} and the Megatron-Bridge that goes with it, or use +fp8=unified"
+        raise ConfigError(f"{asked}, with megatron-core{MEGATRON_CORE}", found, fix)
 
 
 def _check_recipe(asked: str, recipe: Recipe) -> None:
@@ -229,7 +254,8 @@ def _probe() -> Hardware:
     return Hardware(
         capability=_capability() if cuda and torch.cuda.device_count() else None,
         cuda=tuple(int(part) for part in cuda.split(".")[:2]) if cuda else None,
-        transformer_engine=_transformer_engine(),
+        transformer_engine=_version("transformer_engine_torch", "transformer_engine"),
+        megatron_core=_version("megatron-core"),
     )
 
 
@@ -254,9 +280,9 @@ def _capability() -> tuple[int, int]:
     return major.value, minor.value
 
 
-def _transformer_engine() -> str | None:
+def _version(*names: str) -> str | None:
     # The metapackage `transformer_engine` installs without the extension; a source build has only the former.
-    for name in ("transformer_engine_torch", "transformer_engine"):
+    for name in names:
         try:
             return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -2,6 +2,7 @@
 
 from verl_fp8 import vendored
 from verl_fp8.contract import require
+from verl_fp8.errors import ContractError
 
 
 def engines() -> None:
@@ -10,6 +11,36 @@ def engines() -> None:
 
     require("engine")
     engine.register()
+
+
+def megatron_engine() -> None:
+    """Register the FP8 Megatron engine under its own backend name. Megatron is imported when an engine is built.
+
+    The driver builds verl's configuration too, and may be a machine without Megatron.
+    """
+    from verl.workers.engine.base import BaseEngine, EngineRegistry
+
+    from verl_fp8.config import MEGATRON_BACKEND
+
+    require("register")
+    if MEGATRON_BACKEND in EngineRegistry._engines.get("language_model", {}):
+        return
+
+    class Fp8MegatronEngine(BaseEngine):
+        """Gives way to the engine itself."""
+
+        def __new__(cls, *args, **kwargs):
+            try:
+                from verl_fp8.engine_megatron import Fp8MegatronEngineWithLMHead
+            except ImportError as error:
+                raise ContractError(
+                    "+fp8=unified_megatron",
+                    f"Megatron does not load in this worker: {error}",
+                    "install megatron-core, Megatron-Bridge and TransformerEngine on every node",
+                ) from error
+            return Fp8MegatronEngineWithLMHead(*args, **kwargs)
+
+    EngineRegistry.register(model_type="language_model", backend=MEGATRON_BACKEND)(Fp8MegatronEngine)
 
 
 def rollout() -> None:

@@ -13,7 +13,7 @@ from verl_fp8.errors import ConfigError
 from verl_fp8.hardware import BACKENDS, ROLLOUT_KERNELS
 from verl_fp8.recipe import ACTIVATIONS, WEIGHTS, LayerFilter, Recipe
 
-MODES = ("unified", "rollout", "bf16")
+MODES = ("unified", "unified_megatron", "rollout", "bf16")
 # What +fp8= takes: the modes, and conf/fp8/rollout_per_tensor.yaml, which is rollout with two keys set.
 CHOICES = (*MODES, "rollout_per_tensor")
 WEIGHT_SYNCS = ("codes", "bf16")
@@ -25,7 +25,8 @@ class Fp8Settings:
     """The group ``fp8``.
 
     Attributes:
-        mode: ``unified`` trains and rolls out in FP8; ``rollout`` trains in bf16 and rolls out in FP8;
+        mode: ``unified`` trains and rolls out in FP8; ``unified_megatron`` does so with Megatron instead of FSDP2;
+            ``rollout`` trains in bf16 and rolls out in FP8;
             ``bf16`` has no FP8 layer at all: the output head's precision, the verified sync and the mismatch metrics only.
         backend: what computes the trainer's FP8 linears: ``te`` (TransformerEngine), ``torch`` (scaled_mm, Hopper),
             ``reference`` (plain torch on any device), ``auto`` (hardware.resolve_backend).
@@ -50,6 +51,11 @@ class Fp8Settings:
     scale_format: str = "auto"
     recipe: Recipe = field(default_factory=Recipe)
     layers: LayerFilter = field(default_factory=LayerFilter)
+
+    @property
+    def megatron(self) -> bool:
+        """Whether the trainer is verl's Megatron engine."""
+        return self.mode == "unified_megatron"
 
     @property
     def layer_filter(self) -> LayerFilter | None:

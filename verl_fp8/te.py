@@ -94,6 +94,24 @@ def te_recipe(recipe: Recipe) -> Any:
     params = QParams(power_2_scale=settings["power_2_scale"], amax_epsilon=settings["amax_epsilon"])
     for name in QPARAMS:
         setattr(built, name, params)
+    check_te_recipe(built, recipe)
+    return built
+
+
+def check_te_recipe(built: Any, recipe: Recipe) -> None:
+    """Compare a recipe of TransformerEngine's, whoever built it, with ours.
+
+    Raises:
+        ContractError: the first difference.
+    """
+    _te()
+    from transformer_engine.common.recipe import Float8BlockScaling, Format, MMParams, QParams
+
+    settings = te_settings(recipe)
+    if not isinstance(built, Float8BlockScaling):
+        raise ContractError("TransformerEngine's Float8BlockScaling", f"{type(built).__name__}", "set fp8_recipe=blockwise")
+    fmt, override = Format[settings["fp8_format"]], settings["backward_override"]
+    params = QParams(power_2_scale=settings["power_2_scale"], amax_epsilon=settings["amax_epsilon"])
     wanted = {
         **dict.fromkeys(QPARAMS, params),
         "fp8_format": fmt,
@@ -106,7 +124,14 @@ def te_recipe(recipe: Recipe) -> Any:
     for name, value in wanted.items():
         if getattr(built, name, None) != value:
             raise ContractError(f"Float8BlockScaling.{name}={value}", f"{getattr(built, name, None)}", "report the version")
-    return built
+
+
+def is_te_module(module: nn.Module) -> bool:
+    """Whether a module's GEMMs are TransformerEngine's."""
+    _te()
+    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+
+    return isinstance(module, TransformerEngineBaseModule)
 
 
 @functools.cache

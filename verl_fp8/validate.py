@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_fp8 import checkpoint
+from verl_fp8 import checkpoint, megatron
 from verl_fp8.contract import require_versions
 from verl_fp8.corrections import ais_config, rollout_correction, same_setting, try_rollout_correction
 from verl_fp8.dump import check_folder, run_of
@@ -35,11 +35,11 @@ MODES = (*FP8_MODES, "separate_async")
 ROLLOUT = "vllm"
 
 FP8_TARGETS = {
-    "actor_rollout_ref.actor.fsdp_config._target_": "verl_fp8.config.Fp8EngineConfig",
     "actor_rollout_ref.rollout._target_": "verl_fp8.config.Fp8RolloutConfig",
     "actor_rollout_ref.ref._target_": "verl_fp8.config.actor_config",
-    "actor_rollout_ref.ref.fsdp_config._target_": "verl_fp8.config.Fp8EngineConfig",
 }
+# The engine's node under actor and ref -> its class.
+ENGINES = {"fsdp_config": "verl_fp8.config.Fp8EngineConfig", "megatron": "verl_fp8.config.Fp8McoreEngineConfig"}
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ def validate_run(config: DictConfig) -> RunSummary:
         _check_correction(config, correction)
     if fp8 is None:
         return RunSummary(None, correction)
-    _check_engine(config, asked)
-    check_nodes(config)
+    _check_engine(config, fp8, asked)
+    check_nodes(config, "megatron" if fp8.megatron else "fsdp_config")
     _check_rollout(config, fp8, asked)
     backend, kernel = _check_hardware(config, fp8)
     checkpoint.check_resume(config.trainer, fp8, known=backend is not None)
@@ -151,24 +151,48 @@ def _check_shared(config: DictConfig, asked: str) -> None:
             _refuse(asked, config, path, why, f"select the groups after ppo_trainer, and remove any override of {path}")
 
 
-def _check_engine(config: DictConfig, asked: str) -> None:
+def _check_engine(config: DictConfig, fp8: Fp8Settings, asked: str) -> None:
     strategy = get(config, "actor_rollout_ref.actor.strategy")
     engine = get(config, "model_engine", "dp")
-    if engine != "dp":
-        raise ConfigError(asked, f"model_engine={engine}", f"remove model_engine={engine}: these modes are for FSDP2")
-    if strategy != "fsdp2":
-        _refuse(asked, config, "actor_rollout_ref.actor.strategy", "", "set actor_rollout_ref.actor.strategy=fsdp2")
-    for path, target in FP8_TARGETS.items():
+    node, wanted, other = (
+        ("megatron", "megatron", "unified") if fp8.megatron else ("fsdp_config", "fsdp2", "unified_megatron")
+    )
+    if (engine == "megatron") != fp8.megatron or engine not in ("dp", "megatron"):
+        fix = f"use +fp8={other}, or " if engine in ("dp", "megatron") else ""
+        fix += "set model_engine=megatron" if fp8.megatron else f"remove model_engine={engine}: this mode is for FSDP2"
+        raise ConfigError(asked, f"model_engine={engine}", fix)
+    if strategy != wanted:
+        _refuse(asked, config, "actor_rollout_ref.actor.strategy", "", f"set actor_rollout_ref.actor.strategy={wanted}")
+    targets = {f"actor_rollout_ref.{role}.{node}._target_": ENGINES[node] for role in ("actor", "ref")}
+    for path, target in {**FP8_TARGETS, **targets}.items():
         if get(config, path) != target:
             _refuse(asked, config, path, f" instead of {target}", f"remove the override of {path}")
     ref = get(config, "actor_rollout_ref.ref.strategy", strategy)
-    if ref != "fsdp2":
-        _refuse(asked, config, "actor_rollout_ref.ref.strategy", "", "set actor_rollout_ref.ref.strategy=fsdp2, or remove it")
+    if ref != wanted:
+        _refuse(asked, config, "actor_rollout_ref.ref.strategy", "", f"set actor_rollout_ref.ref.strategy={wanted}, or remove it")
     for path in ("model.lora_rank", "model.lora.rank"):
         if number(config, f"actor_rollout_ref.{path}", 0) > 0:
             _refuse(asked, config, f"actor_rollout_ref.{path}", ": LoRA adapters", f"set actor_rollout_ref.{path}=0 or remove +fp8")
     if get(config, "actor_rollout_ref.model.lora_adapter_path"):
         _refuse(asked, config, "actor_rollout_ref.model.lora_adapter_path", "", "remove lora_adapter_path or +fp8")
+    if get(config, "actor_rollout_ref.actor.qat.enable", False):
+        _refuse(asked, config, "actor_rollout_ref.actor.qat.enable", ", another quantiser", "set it to false")
+    if get(config, "actor_rollout_ref.model.mtp.enable", False):
+        _refuse(asked, config, "actor_rollout_ref.model.mtp.enable", ": not tried with FP8 weights", "set it to false or remove +fp8")
+    if fp8.megatron:
+        megatron.check_settings(fp8)
+        for role in megatron.ROLES:
+            megatron.check_engine(role, _megatron_node(config, role))
+        megatron.check_optimizer(OmegaConf.to_container(config.actor_rollout_ref.actor.optim, resolve=True))
+    else:
+        _check_fsdp(config, asked)
+
+
+def _megatron_node(config: DictConfig, role: str) -> dict[str, Any]:
+    return OmegaConf.to_container(config.actor_rollout_ref[role].megatron, resolve=True)
+
+
+def _check_fsdp(config: DictConfig, asked: str) -> None:
     for role in ("actor", "ref"):
         base = f"actor_rollout_ref.{role}.fsdp_config"
         if get(config, f"{base}.qat.enable", False):
@@ -178,10 +202,6 @@ def _check_engine(config: DictConfig, asked: str) -> None:
             _refuse(asked, config, f"{base}.mixed_precision.param_dtype", "; the recipe quantises bf16", "set it to bf16")
         if get(config, f"{base}.dtype", "bfloat16") != "bfloat16":
             _refuse(asked, config, f"{base}.dtype", "; the recipe quantises bf16", f"set {base}.dtype=bfloat16")
-    if get(config, "actor_rollout_ref.actor.qat.enable", False):
-        _refuse(asked, config, "actor_rollout_ref.actor.qat.enable", ", another quantiser", "set it to false")
-    if get(config, "actor_rollout_ref.model.mtp.enable", False):
-        _refuse(asked, config, "actor_rollout_ref.model.mtp.enable", ": not tried with FP8 weights", "set it to false or remove +fp8")
 
 
 def _check_rollout(config: DictConfig, fp8: Fp8Settings, asked: str) -> None:
@@ -216,6 +236,10 @@ def _check_rollout(config: DictConfig, fp8: Fp8Settings, asked: str) -> None:
 def _check_hardware(config: DictConfig, fp8: Fp8Settings) -> tuple[str | None, str | None]:
     """(the trainer's backend, vLLM's kernel) on this machine, or None for both where it cannot be told."""
     machine = probe()
+    if fp8.megatron:
+        megatron.check_machine(fp8, machine, get(config, "trainer.device"))
+        asked = f"fp8.recipe.backward={fp8.recipe.backward} with {fp8.recipe.scale_format} scales"
+        _set_environment(config, {megatron.BACKWARD_VARIABLE: None, **megatron.environment(fp8)}, asked)
     if get(config, "trainer.device") != "cpu":
         if fp8.recipe.weights != "block":
             refuse_whole_sides(fp8.recipe, f"fp8.mode={fp8.mode}")
@@ -225,17 +249,21 @@ def _check_hardware(config: DictConfig, fp8: Fp8Settings) -> tuple[str | None, s
         return "bf16", "bf16"
     backend = "bf16" if fp8.mode == "rollout" else resolve_backend("reference" if fp8.exact else fp8.backend, fp8.recipe, machine)
     kernel = resolve_rollout_kernel(fp8.rollout_kernel, fp8.recipe, machine)
+    asked = f"fp8.rollout_kernel={fp8.rollout_kernel} with {fp8.recipe.scale_format} scales"
+    _set_environment(config, environment(fp8, machine), asked)
+    return backend, kernel
+
+
+def _set_environment(config: DictConfig, variables: dict[str, str | None], asked: str) -> None:
+    """Every Ray worker's, by verl's own key; None: not to be set."""
     path = "ray_kwargs.ray_init.runtime_env.env_vars"
-    for name, value in environment(fp8, machine).items():
+    for name, value in variables.items():
         found = get(config, f"{path}.{name}")
         if found is not None and str(found) != value:
-            raise ConfigError(
-                f"fp8.rollout_kernel={fp8.rollout_kernel} with {fp8.recipe.scale_format} scales, which needs {name}={value}",
-                f"{path}.{name}={found}",
-                f"remove {path}.{name}",
-            )
-        OmegaConf.update(config, f"{path}.{name}", value, force_add=True)
-    return backend, kernel
+            needs = f"{name} unset" if value is None else f"{name}={value}"
+            raise ConfigError(f"{asked}, which needs {needs}", f"{path}.{name}={found}", f"remove {path}.{name}")
+        if value is not None:
+            OmegaConf.update(config, f"{path}.{name}", value, force_add=True)
 
 
 def _check_model(config: DictConfig, fp8: Fp8Settings) -> tuple[tuple[str, ...], dict[str, str]]:
@@ -276,9 +304,22 @@ def _check_model(config: DictConfig, fp8: Fp8Settings) -> tuple[tuple[str, ...],
     # verl passes it on as vLLM's --enable-expert-parallel, over all ranks.
     whole = number(config, "actor_rollout_ref.rollout.expert_parallel_size", 1) > 1
     check_tensor_parallel(hf_config, shapes, converted, fp8.recipe.weight_block, tp, expert_parallel=whole)
+    if fp8.megatron:
+        _check_megatron_layers(config, hf_config, shapes, converted, kept)
     kwargs = OmegaConf.to_container(config.actor_rollout_ref.rollout.engine_kwargs.vllm, resolve=True)
     fp8_arguments(OmegaConf.to_container(config.fp8, resolve=True), node, kwargs)
     return converted, kept
+
+
+def _check_megatron_layers(config: DictConfig, hf_config: Any, shapes: Any, converted: tuple[str, ...], kept: dict[str, str]) -> None:
+    """Blocks must fall on shards, and what ``fp8.recipe.exclude`` keeps in bf16 is written into Megatron's own keys."""
+    keys = megatron.bf16_layers(hf_config.num_hidden_layers, converted, kept)
+    for role in megatron.ROLES:
+        node = _megatron_node(config, role)
+        megatron.check_blocks(hf_config, shapes, converted, node)
+        megatron.check_bf16_layers(role, node, keys)
+    for key, value in keys.items():
+        OmegaConf.update(config, f"actor_rollout_ref.actor.megatron.override_transformer_config.{key}", value, force_add=True)
 
 
 def _check_bf16(fp8: Fp8Settings) -> None:

@@ -21,8 +21,7 @@ GROUPS = {"fp8": CHOICES, "is_correction": METHODS}
 _PLACES = {
     "fp8",
     "is_correction",
-    "actor_rollout_ref.actor.fsdp_config.fp8",
-    "actor_rollout_ref.ref.fsdp_config.fp8",
+    *(f"actor_rollout_ref.{role}.{engine}.fp8" for role in ("actor", "ref") for engine in ("fsdp_config", "megatron")),
     "actor_rollout_ref.rollout.fp8",
 }
 _MODEL_KEYS = ("path", "hf_config_path", "trust_remote_code", "override_config")
@@ -90,14 +89,17 @@ def _walk(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from _walk(value, here)
 
 
-def check_nodes(config: DictConfig) -> None:
+def check_nodes(config: DictConfig, engine: str) -> None:
     """Refuse places that hold another copy of ``fp8``, or of the model's keys, than the one everybody sets.
+
+    Args:
+        engine: the engine's node under actor and ref, ``fsdp_config`` or ``megatron``.
 
     Raises:
         ConfigError: names the key.
     """
-    for path in sorted(p for p in _PLACES if "." in p):
-        _same(config, path, "fp8", config.fp8)
+    for place in (f"actor.{engine}", f"ref.{engine}", "rollout"):
+        _same(config, f"actor_rollout_ref.{place}.fp8", "fp8", config.fp8)
     model = config.actor_rollout_ref.model
     for key in _MODEL_KEYS:
         _same(config, f"actor_rollout_ref.rollout.fp8_model.{key}", f"actor_rollout_ref.model.{key}", model.get(key))

@@ -17,14 +17,16 @@ from packaging.version import Version
 import verl_fp8
 from tests.contract.driver import SWITCHES, compose
 from tests.contract.wheels import unpacked
-from verl_fp8 import contract, validate
+from verl_fp8 import contract, contract_megatron, validate
 from verl_fp8.config import CheckedFSDPActorConfig, Fp8EngineConfig, Fp8RolloutConfig, ModelConfig
 from verl_fp8.contract import SYMBOLS, Symbol, check, require, require_versions
 from verl_fp8.errors import ContractError
 
+# Compared with Megatron's wheels by test_megatron.py.
+ELSEWHERE = contract_megatron.SYMBOLS + contract_megatron.BRIDGE
 MODULES = {path.stem: path for path in sorted(Path(verl_fp8.__file__).parent.glob("*.py"))}
 # TransformerEngine is read back object by object where it is used (te.py): it cannot be imported without a GPU build.
-PACKAGES = ("verl", "vllm", "transfer_queue")
+PACKAGES = ("verl", "vllm", "transfer_queue", "megatron")
 
 # Paths the rules read that are free-form in verl: the keys of a mapping handed on as it is.
 FREE = re.compile(r"mixed_precision\.param_dtype$|engine_kwargs\.vllm\.|^(fp8|is_correction)(\.|$)")
@@ -56,6 +58,13 @@ if package == "verl":
     from omegaconf import OmegaConf
     with hydra.initialize_config_dir(str(Path(module.__file__).parent / "trainer" / "config"), version_base=None):
         config = hydra.compose("ppo_trainer", ["+fp8=unified", "+is_correction=ais"])
+        megatron = hydra.compose("ppo_trainer", ["model_engine=megatron", "+fp8=unified_megatron"])
+    for role in ("actor", "ref"):
+        engine = hydra.utils.instantiate(megatron.actor_rollout_ref[role].megatron, _convert_="partial")
+        if engine.settings().mode != "unified_megatron" or engine.override_transformer_config["fp8"] != "e4m3":
+            failed.append(f"{role}.megatron")
+    if hydra.utils.instantiate(megatron.actor_rollout_ref.actor.optim).override_optimizer_config["fp8_recipe"] != "blockwise":
+        failed.append("actor.optim")
     node = OmegaConf.to_container(config, resolve=True)
     from verl_fp8 import config as ours
     for key in keys:
@@ -91,12 +100,12 @@ def test_a_symbol_is_as_relied_on(symbol):
 @pytest.mark.parametrize("module", MODULES)
 def test_everything_a_module_imports_from_upstream_is_in_the_table(module):
     """No upstream name is used that the table, and with it the other versions, would not know of."""
-    paths = [s.path for s in SYMBOLS if module in s.used_by]
+    paths = [s.path for s in SYMBOLS + ELSEWHERE if module in s.used_by]
     for name in sorted(upstream_imports(MODULES[module].read_text())):
         assert any(re.search(rf"(^|\[){re.escape(name)}($|[.\[\]])", path) for path in paths), name
 
 
-@pytest.mark.parametrize("symbol", SYMBOLS, ids=lambda s: s.path)
+@pytest.mark.parametrize("symbol", SYMBOLS + ELSEWHERE, ids=lambda s: s.path)
 def test_the_table_names_its_users(symbol):
     """Each user is a module of ours whose source names the symbol: the table keeps no entry after its use has gone."""
     leaf = symbol.path.partition("[")[0].rpartition(".")[2]

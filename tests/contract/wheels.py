@@ -22,7 +22,7 @@ def no_network(stderr: str) -> bool:
     return bool(_NO_NETWORK.search(stderr)) and not re.search(r"from versions: \d", stderr)
 
 
-def unpacked(cache: pytest.Cache, name: str, version: str, *suffixes: str) -> Path:
+def unpacked(cache: pytest.Cache, name: str, version: str, *suffixes: str, python: str | None = None) -> Path:
     """The folder of an unpacked wheel, to be put on sys.path of another process.
 
     Args:
@@ -30,6 +30,7 @@ def unpacked(cache: pytest.Cache, name: str, version: str, *suffixes: str) -> Pa
         name: of the distribution.
         version: exact.
         suffixes: unpack only files that end so.
+        python: the Python whose wheel is wanted, where there is none for this one.
 
     Skips the test where there is no network, or ``VERL_FP8_TESTS_OFFLINE=1`` says so; any other failure of pip fails it.
     """
@@ -39,6 +40,8 @@ def unpacked(cache: pytest.Cache, name: str, version: str, *suffixes: str) -> Pa
     if os.environ.get("VERL_FP8_TESTS_OFFLINE") == "1":
         pytest.skip(f"{name}=={version} is not cached, and VERL_FP8_TESTS_OFFLINE=1")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), f"{name}=={version}"]
+    if python is not None:
+        command += ["--python-version", python, "--only-binary=:all:"]
     fetched = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     if fetched.returncode:
         verdict = pytest.skip if no_network(fetched.stderr) else pytest.fail
