@@ -163,7 +163,7 @@ class Fp8EngineMixin(Fp8SyncMixin):
         return module
 
     def get_per_tensor_param(self, layered_summon=False, base_sync_done=False, **kwargs):
-        """As :class:`Fp8SyncMixin`'s, from the shards: quantised before they are gathered (verl_fp8.gather)."""
+        """As :class:`Fp8SyncMixin`'s, from the shards and their ShardSpec: quantised before they are gathered (verl_fp8.gather)."""
         if hasattr(self.module, "peft_config"):
             raise _no_lora()
         shards, _ = self.get_per_tensor_param_shard()
