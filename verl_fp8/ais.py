@@ -32,7 +32,7 @@ LEVELS = ("token", "sequence", "geometric")
 # exp(+-20): the range verl's rollout_corr_helper.SAFETY_BOUND gives the ratio before truncation.
 _LOG_RATIO_BOUND = 20.0
 
-# Elements a block. Scratch takes 44 bytes each, less than one input tensor of a real batch; smaller blocks lose more to
+# Elements a block. Scratch takes 36 bytes each, less than one input tensor of a real batch; smaller blocks lose more to
 # call overhead than they win in the L2 cache.
 _BLOCK = 1 << 17
 
@@ -158,13 +158,12 @@ def ais_weights(
     diagnostics = stats.diagnostics(previous_alpha)
 
     alpha, active = diagnostics["ais/alpha"], False
-    one_minus_alpha = torch.tensor(1.0 - alpha, dtype=torch.float64, device=weights.device)
+    one = torch.ones((), device=weights.device)
     for rows in blocks:
-        # 1 + alpha * (wbar - 1), as a sum of positive terms, so that no rounding can make a weight 0 or negative. In
-        # float64, so that the final float32 is exactly 1 for wbar = 1 or alpha = 0, and exactly wbar for alpha = 1.
+        # 1 + alpha * (wbar - 1). lerp starts from the nearer end: the result is exactly 1 for wbar = 1 or alpha = 0, exactly
+        # wbar for alpha = 1, and never 0 or negative.
         block = weights[rows]
-        wide = stats.wide[0, : block.numel()].view_as(block).copy_(block)
-        block.copy_(torch.add(one_minus_alpha, wide, alpha=alpha, out=wide))
+        torch.lerp(one, block, alpha, out=block)
         if alpha > 0.0 and not active:
             changed = apply_weights(advantages[rows], block) != advantages[rows]
             active = bool((changed & (mask[rows] != 0)).any())
@@ -209,7 +208,7 @@ class _Statistics:
     def __init__(self, config: AISConfig, size: int, device: torch.device) -> None:
         self.config = config
         self.narrow = torch.empty(3, size, dtype=torch.float32, device=device)
-        self.wide = torch.empty(4, size, dtype=torch.float64, device=device)
+        self.wide = torch.empty(3, size, dtype=torch.float64, device=device)
         self.quantiles = _Quantiles(device)
         self.valid = self.nonfinite = self.clipped = 0
         self.sum_abs_diff = 0.0
@@ -221,19 +220,21 @@ class _Statistics:
         """Add a block of rows and write its wbar, 1 where no token is kept, into `wbar`."""
         shape = mask.shape
         train, rollout, advantages, mask, wbar = (x.reshape(-1) for x in (train, rollout, advantages, mask, wbar))
-        diff, abs_diff, keep32 = self.narrow[:, : mask.numel()]
-        keep, advantage, excess, product = self.wide[:, : mask.numel()]
+        diff, spare, keep = self.narrow[:, : mask.numel()]
+        advantage, excess, product = self.wide[:, : mask.numel()]
 
-        n_valid = n = _copy_mask(mask, keep)
+        n_valid = n = _copy_mask(mask, keep, product)
         self.valid += n_valid
-        torch.sub(_wide(train), _wide(rollout), out=diff).mul_(keep32.copy_(keep))
-        sum_abs_diff = torch.abs(diff, out=abs_diff).sum(dtype=torch.float64).item()
+        torch.sub(_wide(train), _wide(rollout), out=diff).mul_(keep)
+        sum_abs_diff = torch.abs(diff, out=spare).sum(dtype=torch.float64).item()
         if not math.isfinite(sum_abs_diff):
             n = int(keep.mul_(torch.isfinite(diff)).sum().item())
             self.nonfinite += n_valid - n
             diff.masked_fill_(keep == 0, 0.0)
-            sum_abs_diff = torch.abs(diff, out=abs_diff).sum(dtype=torch.float64).item()
-        sum_advantage = advantage.copy_(advantages).mul_(keep).sum().item()
+            sum_abs_diff = torch.abs(diff, out=spare).sum(dtype=torch.float64).item()
+        self.quantiles.add(spare)
+        narrow = torch.mul(advantages, keep, out=spare) if advantages.dtype == torch.float32 else advantages * keep
+        sum_advantage = advantage.copy_(narrow).sum().item()
         if not math.isfinite(sum_advantage):
             _check_advantages(advantages, mask)
             sum_advantage = advantage.copy_(advantages).masked_fill_(keep == 0, 0.0).sum().item()
@@ -242,10 +243,9 @@ class _Statistics:
             return
 
         self.sum_abs_diff += sum_abs_diff
-        self.quantiles.add(abs_diff)
         self._truncated_ratio(diff.view(shape), keep.view(shape), wbar.view(shape))
-        excess.copy_(wbar).sub_(1.0)
-        torch.addcmul(advantage, advantage, excess, out=product)
+        torch.sub(product.copy_(wbar), 1.0, out=excess)
+        product.mul_(advantage)
         sum_excess = excess.sum().item()
         self.excess.add(excess, keep, n, sum_excess)
         self.advantage.add(advantage, keep, n, sum_advantage)
@@ -262,7 +262,6 @@ class _Statistics:
         """Write wbar of a block, 1 where `keep` is 0, into `wbar`; note its extremes and truncations."""
         config = self.config
         if config.level == "token":
-            # out= rather than exp_, which is three times slower on CPU (it bypasses MKL's vector maths).
             torch.exp(diff.clamp_(-_LOG_RATIO_BOUND, _LOG_RATIO_BOUND), out=wbar)
         else:
             log_ratio = diff.sum(dim=1, keepdim=True, dtype=torch.float64)
@@ -340,7 +339,7 @@ class _Moments:
     m2: float = 0.0
 
     def add(self, values: Tensor, keep: Tensor, n: int, total: float) -> None:
-        """Add the `n` > 0 values, of sum `total`, where `keep` is 1; both float64 and flat, `values` 0 elsewhere."""
+        """Add the `n` > 0 float64 values, of sum `total`, where `keep` is 1; both flat, `values` 0 elsewhere."""
         mean = total / n
         squares = torch.dot(values, values).item()
         m2 = squares - n * mean * mean
@@ -393,13 +392,20 @@ def _check_inputs(train: Tensor, rollout: Tensor, advantages: Tensor, mask: Tens
             raise DataError(f"{name} of a floating dtype", str(tensor.dtype), f"convert {name} to float32")
 
 
-def _copy_mask(mask: Tensor, keep: Tensor) -> int:
-    """Copy the mask into `keep`, check that it holds only 0 and 1, and return the number of ones."""
-    total = keep.copy_(mask).sum().item()
+def _copy_mask(mask: Tensor, keep: Tensor, spare: Tensor) -> int:
+    """Copy the mask into the float32 `keep`, check that it holds only 0 and 1, and return the number of ones.
+
+    The block is shorter than 2^24, so that the sum is exact. `spare` is float64 scratch.
+    """
+    if mask.dtype == torch.bool:
+        # Through bytes: torch converts booleans one by one, ten times as slowly.
+        return int(keep.copy_(mask.view(torch.uint8)).sum().item())
+    total = spare.copy_(mask).sum().item()
     # sum(m) = sum(m^2) implies 0 and 1 for integers, and for floats but for contrived cancellation.
-    if total != torch.dot(keep, keep).item():
-        stray = keep[(keep != 0) & (keep != 1)][0].item()
+    if total != torch.dot(spare, spare).item():
+        stray = spare[(spare != 0) & (spare != 1)][0].item()
         raise DataError("a mask of 0 and 1", f"{stray} in it", "pass the response mask, not loss weights")
+    keep.copy_(spare)
     return int(total)
 
 
