@@ -99,9 +99,9 @@ def _train(steps: int, *overrides: str, model: Path = MODEL, **environment: str)
         env = {**ENVIRONMENT, "VERL_PLATFORM": "cpu", "VERL_FILE_LOGGER_PATH": str(metrics), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "HYDRA_FULL_ERROR": "1", **environment}
         with open(f"{folder}/log", "w+") as log:
             try:
-                subprocess.run(command, env=env, stdout=log, stderr=subprocess.STDOUT, timeout=600, check=False)
+                subprocess.run(command, env=env, stdout=log, stderr=subprocess.STDOUT, timeout=900, check=False)
             except subprocess.TimeoutExpired:
-                log.write("no end within 600 s")
+                log.write("no end within 900 s")
             log.seek(0)
             end = log.read()[-6000:]
         rows = [json.loads(line)["data"] for line in metrics.read_text().splitlines()] if metrics.exists() else []
@@ -118,7 +118,7 @@ STOCK = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megab
 
 def sync() -> list[Result]:
     """Wall time of the weight sync (verl's timing_s/update_weights) in short real runs, against stock verl."""
-    steps = 5
+    steps = 3
     ours, end = _train(steps, *SMOLLM2, "+fp8=unified", "fp8.recipe.weight_block=[64,64]")
     if len(ours) < steps:
         raise SystemExit(f"the run with +fp8=unified failed:\n{end}")

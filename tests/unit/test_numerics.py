@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 
 from verl_fp8 import numerics
 from verl_fp8.errors import ConfigError, DataError
-from verl_fp8.numerics import Fp8LinearFunction, QuantizedTensor, checksum, fp8_linear_forward, gemm, quantize
+from verl_fp8.numerics import (
+    Fp8LinearFunction,
+    QuantizedTensor,
+    amax_bits,
+    checksum,
+    fp8_linear_forward,
+    gemm,
+    quantize,
+    scale_inv_of,
+)
 from verl_fp8.recipe import WHOLE, Recipe
 
 GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "te_blockwise_golden.npz")
@@ -255,6 +264,35 @@ def test_bad_arguments():
 
 
 # -- dequantize, gemm, forward -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("special", [None, 0.0, 1e-38, 6e4, inf, float("nan")])
+def test_few_activations_are_quantised_as_many_are(monkeypatch, special, dtype, scale_format):
+    """A decoding step's shorter way gives the general way's bits, and leaves blocks that are not ordinary to it."""
+    x = torch.randn(7, 256, generator=torch.Generator().manual_seed(3)).mul(torch.logspace(-6, 3, 7)[:, None]).to(dtype)
+    if special is not None:
+        x[3, :128] = special
+    few = quantize(x, (1, 128), scale_format=scale_format, check_finite=False)
+    monkeypatch.setattr(numerics, "_FEW", 0)
+    many = quantize(x, (1, 128), scale_format=scale_format, check_finite=False)
+    assert torch.equal(few.data.view(torch.uint8), many.data.view(torch.uint8))
+    assert torch.equal(few.scale_inv, many.scale_inv)
+
+
+@pytest.mark.parametrize("cut", [1, 64, 100, 128])
+def test_a_block_cut_in_two_keeps_its_codes(cut):
+    """Two shards of rows, quantised with their joined maxima, give the codes of the whole, wherever the cut lies."""
+    x = torch.randn(200, 192, generator=torch.Generator().manual_seed(4)).to(torch.bfloat16)
+    whole, rows = quantize(x, (128, 128)), torch.arange(200) < cut
+    parts = [torch.where(rows[:, None] == side, x, 0.0) for side in (True, False)]
+    bits = torch.maximum(*(amax_bits(part, (128, 128)) for part in parts))
+    codes = [quantize(part, (128, 128), amax_bits=bits).data.view(torch.uint8) for part in parts]
+    assert torch.equal(torch.cat([codes[0][:cut], codes[1][cut:]]), whole.data.view(torch.uint8))
+    scale_inv = scale_inv_of(bits, torch.bfloat16, scale_format="fp32", eps=0.0)
+    assert torch.equal(scale_inv, whole.scale_inv)
+
 
 
 @pytest.mark.parametrize("repeats", [1, 3])
