@@ -171,7 +171,7 @@ class Fp8EngineMixin(Fp8SyncMixin):
         return self._counted(full_weights(shards, self.fp8, self._fp8_layers, unfuse, skip=self._tied())), None
 
     def _logprobs_from_logits(self, **kwargs):
-        """Called by a verl whose source asks the engine; elsewhere exact_hf.match_log_softmax does it."""
+        """Called by a verl whose source asks the engine (patches/0003); elsewhere exact_hf.match_log_softmax does it."""
         if self.fp8.exact:
             return exact.log_probs(kwargs["logits"], kwargs["labels"])
         return super()._logprobs_from_logits(**kwargs)
