@@ -35,7 +35,7 @@ def quickstart(place, *arguments, cwd, **environment):
         (["--model"], "--model needs a value"),
         (["--steps=0"], "--steps is a whole number from 1 to 999, not '0'"),
         (["--steps", "many"], "not 'many'"),
-        (["--fp8", "e4m3"], "--fp8 is one of unified rollout bf16 off"),
+        (["--fp8", "e4m3"], "--fp8 is one of unified rollout rollout_per_tensor bf16 off"),
         (["--correction", "ais tis"], "--correction is one of ais tis"),
         (["--correction", "AIS"], "not 'AIS'"),
         (["--bogus"], "'--bogus' is neither an option nor an override"),
