@@ -161,8 +161,7 @@ def ais_weights(
     one_minus_alpha = torch.tensor(1.0 - alpha, dtype=torch.float64, device=weights.device)
     for rows in blocks:
         # 1 + alpha * (wbar - 1), as a sum of positive terms, so that no rounding can make a weight 0 or negative. In
-        # float64, so that the final float32 is exactly 1 for wbar = 1 or alpha = 0, and exactly wbar for alpha = 1;
-        # float32 throughout (torch.lerp) would be a tenth faster and up to two ulps off.
+        # float64, so that the final float32 is exactly 1 for wbar = 1 or alpha = 0, and exactly wbar for alpha = 1.
         block = weights[rows]
         wide = stats.wide[0, : block.numel()].view_as(block).copy_(block)
         block.copy_(torch.add(one_minus_alpha, wide, alpha=alpha, out=wide))
@@ -395,12 +394,11 @@ def _check_inputs(train: Tensor, rollout: Tensor, advantages: Tensor, mask: Tens
 
 
 def _copy_mask(mask: Tensor, keep: Tensor, spare: Tensor) -> int:
-    """Copy the mask into the float32 `keep`, check that it holds only 0 and 1, and return the number of ones.
+    """Copy the mask into the float32 `keep`, check that it holds only 0 and 1, and return how many 1.
 
-    The block is shorter than 2^24, so that the sum is exact. `spare` is float64 scratch.
+    A block has less than 2^24 elements, so that the sum is exact. `spare` is float64 scratch.
     """
-    if mask.dtype == torch.bool:
-        # Through bytes: torch converts booleans one by one, ten times as slowly.
+    if mask.dtype == torch.bool:  # through bytes: torch converts booleans one by one, ten times as slowly
         return int(keep.copy_(mask.view(torch.uint8)).sum().item())
     total = spare.copy_(mask).sum().item()
     # sum(m) = sum(m^2) implies 0 and 1 for integers, and for floats but for contrived cancellation.

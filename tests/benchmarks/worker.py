@@ -25,7 +25,7 @@ ROWS, PROMPT, ANSWER = 32, 32, 8  # the quickstart's
 
 
 def rollout(kind: str, model: str) -> Callable[[], dict]:
-    """vLLM as verl starts it, with the trainer's weights; a piece is 32 sequences of 64 tokens."""
+    """vLLM as verl starts it, with the trainer's weights; a piece is 32 sequences of 32 tokens."""
     import tempfile
     from pathlib import Path
 
@@ -55,7 +55,7 @@ def rollout(kind: str, model: str) -> Callable[[], dict]:
         del module
     generator = torch.Generator().manual_seed(0)
     prompts = [{"prompt_token_ids": torch.randint(5, 40000, (PROMPT,), generator=generator).tolist()} for _ in range(ROWS)]
-    sample = SamplingParams(temperature=1.0, max_tokens=64, ignore_eos=True, logprobs=0, detokenize=False, seed=0)
+    sample = SamplingParams(temperature=1.0, max_tokens=32, ignore_eos=True, logprobs=0, detokenize=False, seed=0)
 
     def piece() -> dict:
         start = time.perf_counter()
