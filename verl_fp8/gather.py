@@ -61,12 +61,11 @@ def full_weights(
     for name, flat, spec in shards:
         if name in skip:
             continue
-        placements = spec.placements or ()
+        cuts = set(spec.placements or ()) - {Replicate()}
         local = flat.view(_place(spec)[0])
-        cut = next((p for p in placements if p != Replicate()), None)
-        if name.removesuffix(".weight") in fp8 and local.ndim == 2 and (cut is None or type(cut) is Shard):
+        if name.removesuffix(".weight") in fp8 and local.ndim == 2 and all(type(cut) is Shard for cut in cuts):
             yield name, _matrix(name, local, spec, settings)
-        elif cut in (None, Shard(0)) and (layers := _expert_layers(name, local)) and fp8.issuperset(
+        elif cuts <= {Shard(0)} and (layers := _expert_layers(name, local)) and fp8.issuperset(
             f"{name.rpartition('.')[0]}.{expert}.{leaf}" for expert in range(spec.full_shape[0]) for leaf in layers
         ):
             yield from _experts(name, local, spec, settings, layers)
