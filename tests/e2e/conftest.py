@@ -88,7 +88,7 @@ class Running:
         lines = self.metrics_file.read_text().splitlines(keepends=True) if self.metrics_file.exists() else []
         return [json.loads(line)["data"] for line in lines if line.endswith("\n")]
 
-    def wait_for_steps(self, count: int, timeout: float = 300) -> None:
+    def wait_for_steps(self, count: int, timeout: float = 420) -> None:
         """Return after so many steps."""
         deadline = time.monotonic() + timeout
         while len(self.steps) < count:
