@@ -47,11 +47,10 @@ def _at_exit(paths: set[str]) -> None:
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return
-    processes = psutil.Process().children(recursive=True)
-    paths = paths | opened(processes)
+    holding = {process: opened([process]) for process in psutil.Process().children(recursive=True)}
     ray.shutdown()
-    psutil.wait_procs(processes, timeout=PATIENCE_SECONDS)
-    remove(paths)
+    psutil.wait_procs([process for process, paths_of in holding.items() if paths_of], timeout=PATIENCE_SECONDS)
+    remove(paths.union(*holding.values()))
 
 
 def opened(processes: Iterable[psutil.Process]) -> set[str]:

@@ -63,3 +63,49 @@ print(flush=True); signal.pause()
         child.kill()
         child.wait()
         os.unlink(f"/dev/shm/nothing_of_ours_{os.getpid()}")
+
+
+DRIVER = """
+import os, signal, sys, time
+import ray
+from verl_fp8 import leftovers
+leftovers.LOOK_SECONDS = 0.2
+leftovers.watch()
+ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+
+@ray.remote
+class Server:
+    def open(self):
+        from multiprocessing import shared_memory
+        import zmq
+        self.segment = shared_memory.SharedMemory(create=True, size=4096)
+        self.socket = zmq.Context().socket(zmq.ROUTER)
+        self.socket.bind("ipc:///tmp/" + os.urandom(8).hex())
+        return "/dev/shm/" + self.segment.name, self.socket.last_endpoint.decode().rstrip("\\0")[len("ipc://"):], os.getpid()
+
+    def serve(self):
+        time.sleep(60)
+
+server = Server.remote()
+*paths, pid = ray.get(server.open.remote())
+print(*paths, flush=True)
+assert all(map(os.path.exists, paths))
+if sys.argv[1] == "killed":
+    time.sleep(1)
+    os.kill(pid, signal.SIGKILL)
+elif sys.argv[1] == "ctrl-c":
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+if sys.argv[1] != "end":
+    ray.get(server.serve.remote())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "error"), [("end", None), ("ctrl-c", "KeyboardInterrupt"), ("killed", "ActorDiedError")])
+def test_nothing_of_a_local_ray_is_left(how, error):
+    """A real Ray and an actor with a segment and a socket: gone after a good end, after Ctrl-C, and if the actor died first."""
+    run = subprocess.run([sys.executable, "-c", DRIVER, how], capture_output=True, text=True, timeout=120)
+    paths = run.stdout.splitlines()[0].split()
+    assert len(paths) == 2 and not [path for path in paths if os.path.exists(path)]
+    assert (run.returncode == 0) == (error is None) and (error is None or error in run.stderr)
