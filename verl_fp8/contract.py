@@ -67,7 +67,7 @@ def _of(*used_by: str) -> Any:
 _config, _check, _engine, _cpu, _stage = (_of(name) for name in ("config", "check", "engine", "cpu", "stage"))
 _adapter, _rollout, _vllm_cpu, _exact = (_of(name) for name in ("adapter", "rollout", "vllm_cpu", "exact_vllm"))
 _corrections, _replay, _moe = _of("corrections"), _of("replay"), _of("vllm_moe_cpu")
-_vllm_gpu, _certify = _of("vllm_gpu"), _of("certify_rollout")
+_vllm_gpu, _moe_gpu, _certify = _of("vllm_gpu"), _of("vllm_moe_gpu"), _of("certify_rollout")
 _FSDP = "verl.workers.engine.fsdp.transformer_impl.FSDPEngineWithLMHead"
 _TRAINER = "verl.trainer.ppo.v1.trainer_base.PPOTrainer"
 _ADAPTER = "verl.workers.rollout.vllm_rollout.ServerAdapter"
@@ -249,6 +249,16 @@ SYMBOLS: tuple[Symbol, ...] = (
     _vllm_gpu(f"{_KERNEL}.process_weights_after_loading", "overridden: keeps the parameters", "layer"),
     _vllm_gpu(f"{_KERNEL}.apply_weights", "overridden: the product", "layer", "x", "bias"),
     _vllm_gpu(f"{_KERNEL}.apply_block_scaled_mm", "abstract", "A", "B", "As", "Bs"),
+    # vLLM's experts on a GPU.
+    *(
+        _moe_gpu(f"{_MOE}.{module}.per_token_group_quant_fp8", "wrapped: experts' activations", "x", "group_size", "eps",
+                 "dtype", "column_major_scales", "tma_aligned_scales", "out_q", "use_ue8m0")
+        for module in ("utils", "experts.deep_gemm_moe")
+    ),
+    _moe_gpu(f"{_MOE}.experts.deep_gemm_moe.silu_mul_per_token_group_quant_fp8_colmajor", "wrapped: activation and quantiser",
+             "input", "output", "use_ue8m0", "eps", "clamp_limit", "group_size", "alpha", "beta"),
+    _moe_gpu("vllm._custom_ops.silu_and_mul_per_block_quant", "wrapped: activation and quantiser", "input", "group_size",
+             "quant_dtype", "scale_ub", "is_scale_transposed"),
     # vLLM's experts on CPU.
     _moe("vllm.config.get_current_vllm_config", "finds the fp8 node"),
     _moe("vllm.config.get_current_vllm_config_or_none", "finds the fp8 node"),

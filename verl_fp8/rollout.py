@@ -6,6 +6,7 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from verl_fp8.contract import require
 from verl_fp8.errors import SyncError
 from verl_fp8.experts import PROJECTIONS
+from verl_fp8.hardware import probe
 from verl_fp8.numerics import QuantizedTensor, fp8_linear_forward
 from verl_fp8.recipe import Recipe, digest_of_layers
 from verl_fp8.sync import SCALE_SUFFIX, WEIGHT_SUFFIX, Incoming, loaded_shard
@@ -115,6 +116,10 @@ class Fp8WorkerExtension(vLLMColocateWorkerExtension):
     def __new__(cls, **kwargs):
         # vLLM constructs the worker before it builds the model, so registrations made here are seen by every layer.
         settings = settings_of(kwargs.get("vllm_config"))
+        if settings is not None and settings.layer_filter is not None and probe().capability is not None:
+            from verl_fp8 import vllm_gpu
+
+            vllm_gpu.serve(settings)
         if settings is not None and settings.exact:
             from verl_fp8 import exact_vllm
 
@@ -129,6 +134,12 @@ class Fp8WorkerExtension(vLLMColocateWorkerExtension):
             raise SyncError("an FP8 rollout", "a vLLM started without the fp8 group", "select +fp8=unified or +fp8=rollout")
         model = self.model_runner.model
         self._fp8_modules = fp8_modules(model)
+        if probe().capability is not None:
+            from verl_fp8 import vllm_moe_gpu
+
+            for prefix, module in self._fp8_modules.items():
+                if is_experts(module):
+                    vllm_moe_gpu.check_experts(_kernel(module), prefix)
         self._fp8_owner = {
             name: (prefix, index)
             for prefix in self._fp8_modules

@@ -11,10 +11,11 @@ configuration each of them leaves stock behaviour alone.
   (quantization/utils/fp8_utils.py, requant_weight_ue8m0_inplace), with a floor of 1e-4 on amax. Weights that already
   have power-of-two scales stay as the trainer sent them.
 
+Mixture-of-experts layers quantise elsewhere: :mod:`verl_fp8.vllm_moe_gpu`, installed from here.
+
 Quantiser and product are torch custom operators, opaque to torch.compile: no pass fuses into them or around them.
 """
 
-import functools
 import os
 
 import torch
@@ -56,6 +57,9 @@ def install() -> None:
         linear._LINEAR_BACKEND_KERNEL_MAP["torch"].add(kernel)
     if not isinstance(getattr(fp8_utils, _REQUANT), wrapt.FunctionWrapper):
         wrapt.wrap_function_wrapper(fp8_utils, _REQUANT, _keep_power_of_two)
+    from verl_fp8 import vllm_moe_gpu
+
+    vllm_moe_gpu.install()
 
 
 def _settings() -> Fp8Settings | None:
@@ -69,12 +73,38 @@ def _settings() -> Fp8Settings | None:
     return settings
 
 
-_serves: set[Fp8Settings] = set()  # of this process; a refit runs outside vLLM's configuration context
+_serves: set[Fp8Settings] = set()  # of this process; forwards and refits run outside vLLM's configuration context
 
 
-@functools.cache
+def serve(settings: Fp8Settings) -> None:
+    """Called by the worker before it builds the model: this process runs FP8 layers of these settings.
+
+    Sets the variables of :func:`~verl_fp8.vllm_arguments.environment` that are not set, as they are where the driver has no GPU
+    to resolve ``auto`` by; vLLM reads them when it builds the layers.
+
+    Raises:
+        ContractError: one of them has another value.
+    """
+    for name, value in environment(settings, probe()).items():
+        os.environ.setdefault(name, value)
+    _check_environment(settings)
+    _serves.add(settings)
+
+
+def serving() -> Recipe | None:
+    """The recipe of the FP8 model this process runs; None in a vLLM that is not ours.
+
+    Raises:
+        ContractError: there are two.
+    """
+    recipes = {settings.recipe for settings in _serves}
+    if len(recipes) > 1:
+        raise ContractError("one FP8 recipe in a vLLM process", f"{len(recipes)}", "start each vLLM in a process of its own")
+    return next(iter(recipes), None)
+
+
 def _check_environment(settings: Fp8Settings) -> None:
-    # What has no argument of its own. The driver sets it; it cannot where it has no GPU to resolve `auto` by.
+    # What has no argument of its own.
     name = "VLLM_USE_DEEP_GEMM_E8M0"
     wanted = environment(settings, probe()).get(name)
     found = os.environ.get(name, "1")  # vllm/envs.py
@@ -82,7 +112,7 @@ def _check_environment(settings: Fp8Settings) -> None:
         raise ContractError(
             f"{name}={wanted} for {settings.recipe.scale_format} scales with fp8.rollout_kernel=deep_gemm",
             f"{name}={found} in vLLM's process",
-            f"set +ray_kwargs.ray_init.runtime_env.env_vars.{name}={wanted}, or start from a machine with the GPU",
+            f"set +ray_kwargs.ray_init.runtime_env.env_vars.{name}={wanted}",
         )
 
 

@@ -1,4 +1,5 @@
-"""The rollout's GPU path on real vLLM, without a GPU: the installed version and verl's GPU pin; the checks are in vllm_checks.py."""
+"""The rollout's GPU path on real vLLM, without a GPU: the installed version and verl's GPU pin; the checks are in
+vllm_checks.py and vllm_experts_checks.py."""
 
 import ast
 import importlib.util
@@ -16,7 +17,8 @@ HERE = Path(__file__).parent
 VERSIONS = ("installed", "0.24.0")  # verl 0.9's requirements pin 0.24 for CUDA
 CHECKS = {
     f.name: ast.get_docstring(f)
-    for f in ast.parse((HERE / "vllm_checks.py").read_text()).body
+    for file in ("vllm_checks.py", "vllm_experts_checks.py")
+    for f in ast.parse((HERE / file).read_text()).body
     if isinstance(f, ast.FunctionDef) and f.name.startswith("check_")
 }
 
@@ -44,7 +46,7 @@ def results(pytestconfig, tiny_model):
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_vllm(results, version, check):
-    """One check of vllm_checks.py on one version."""
+    """One check of vllm_checks.py or vllm_experts_checks.py on one version."""
     assert results(version)[check] == "ok", CHECKS[check]
 
 

@@ -1,6 +1,6 @@
 """What tests/contract/test_vllm_gpu.py asserts about one version of vLLM, on a machine without a GPU.
 
-Run as a script: ``python vllm_checks.py MODEL [WHEEL_FOLDER]``; prints one JSON object, check -> "ok" or a traceback. vLLM is
+Run as a script: ``python vllm_checks.py MODEL [WHEEL_FOLDER]``, with vllm_experts_checks.py's; prints one JSON object, check -> "ok" or a traceback. vLLM is
 told that its platform is CUDA only where it asks in order to choose a kernel; nothing here runs one.
 """
 
@@ -302,7 +302,10 @@ if __name__ == "__main__":
         from verl_fp8 import vllm_gpu
 
         vllm_gpu.install()
-        for name, check in list(globals().items()):
+        sys.modules["vllm_checks"] = sys.modules["__main__"]
+        import vllm_experts_checks
+
+        for name, check in [*globals().items(), *vars(vllm_experts_checks).items()]:
             if name.startswith("check_"):
                 try:
                     check()
