@@ -61,7 +61,7 @@ def reached(module: str, **kwargs) -> set[str]:
         ("linear", {"errors", "recipe", "numerics", "experts"}),
         ("ais", {"errors"}),
         ("settings", {"errors", "hardware", "recipe"}),
-        ("sync", {"errors", "recipe", "numerics", "settings"}),
+        ("sync", {"errors", "recipe", "numerics", "settings", "triton_quant"}),
         ("gather", {"errors", "experts", "numerics", "recipe", "settings"}),
         ("contract", {"errors"}),
         ("plugin", {"cpu", "validate", "vendored"}),

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from verl_fp8 import numerics, triton_quant
+from verl_fp8 import numerics, sync, triton_quant
 from verl_fp8.errors import DataError
+from verl_fp8.settings import Fp8Settings
 
 GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "te_blockwise_golden.npz")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -129,6 +130,24 @@ def test_quantize_is_numerics_quantize(block):
         triton_quant.quantize(x, block)
     loose = triton_quant.quantize(x, block, check_finite=False)
     assert same_bits(loose, numerics.quantize(x, block, check_finite=False))
+
+
+@pytest.mark.parametrize("scale_format", FORMATS)
+@pytest.mark.parametrize("shape", [(256, 128), (130, 72), (64, 200)])
+def test_the_weight_sync_sends_the_same_codes_from_a_gpu(monkeypatch, shape, scale_format):
+    """sync.quantize_weight of fp32 masters, whole and ragged: Triton's for a CUDA tensor, numerics' for others, one result."""
+    settings = Fp8Settings.parse({"mode": "unified", "recipe": {"scale_format": scale_format}}, capability=None)
+    master = torch.randn(shape, generator=torch.Generator().manual_seed(7)) * 0.02
+    expected, calls = sync.quantize_weight(master, settings), []
+    launch = triton_quant.quantize
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+    monkeypatch.setattr(triton_quant, "_hardware_cast", lambda x, wanted: False)
+    monkeypatch.setattr(triton_quant, "quantize", lambda *args, **kwargs: calls.append(args) or launch(*args, **kwargs))
+    assert same_bits(sync.quantize_weight(master, settings), expected)
+    assert len(calls) == 1
+    master[3, 5] = float("nan")
+    with pytest.raises(DataError, match=r"\[3, 5\]"):
+        sync.quantize_weight(master, settings)
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (8, 0)])
