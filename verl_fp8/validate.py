@@ -301,8 +301,12 @@ def _check_model(config: DictConfig, fp8: Fp8Settings) -> tuple[tuple[str, ...],
         _check_bf16(fp8)
     if fp8.exact:
         _check_exact(config, fp8, hf_config, tp)
-    # verl passes it on as vLLM's --enable-expert-parallel, over all ranks.
-    whole = number(config, "actor_rollout_ref.rollout.expert_parallel_size", 1) > 1
+    # verl passes it on as vLLM's --enable-expert-parallel, over all ranks; its own dataclass asserts the product in a worker.
+    path = "actor_rollout_ref.rollout.expert_parallel_size"
+    whole, ranks = number(config, path, 1) > 1, tp * number(config, "actor_rollout_ref.rollout.data_parallel_size", 1)
+    if whole and get(config, path) != ranks:
+        _refuse("+fp8 with expert parallelism", config, path, f", beside {ranks} ranks of one rollout (tensor times data parallel)",
+                f"set {path}={ranks}, or 1")
     check_tensor_parallel(hf_config, shapes, converted, fp8.recipe.weight_block, tp, expert_parallel=whole)
     if fp8.megatron:
         _check_megatron_layers(config, hf_config, shapes, converted, kept)

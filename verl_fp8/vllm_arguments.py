@@ -84,17 +84,17 @@ def pin_gpu_kernels(settings: Fp8Settings, hardware: Hardware, kwargs: dict[str,
     """
     where = "actor_rollout_ref.rollout.engine_kwargs.vllm"
     kernel = resolve_rollout_kernel(settings.rollout_kernel, settings.recipe, hardware)
+    nested = kwargs.get("kernel_config") or {}
     for key, wanted in (("linear_backend", kernel), ("moe_backend", "deep_gemm" if kernel == "deep_gemm" else "triton")):
-        if kwargs.get(key, "auto") not in ("auto", wanted):
-            raise ConfigError(
-                f"fp8.rollout_kernel={settings.rollout_kernel}, which is {key}={wanted} here",
-                f"{where}.{key}={kwargs[key]}",
-                f"remove {where}.{key}; fp8.rollout_kernel sets it",
-            )
+        for path, found in ((key, kwargs.get(key)), (f"kernel_config.{key}", nested.get(key))):
+            if found not in (None, "auto", wanted):
+                raise ConfigError(
+                    f"fp8.rollout_kernel={settings.rollout_kernel}, which is {key}={wanted} here",
+                    f"{where}.{path}={found}",
+                    f"remove {where}.{path}; fp8.rollout_kernel sets it",
+                )
         kwargs[key] = wanted
-    compilation = kwargs.get("compilation_config") or {}
-    if isinstance(compilation, str):
-        compilation = json.loads(compilation)
+    compilation = _compilation(kwargs.get("compilation_config"), f"{where}.compilation_config")
     passes = dict(compilation.get("pass_config") or {})
     for fusion in ("fuse_norm_quant", "fuse_act_quant"):
         if passes.get(fusion):
@@ -105,6 +105,19 @@ def pin_gpu_kernels(settings: Fp8Settings, hardware: Hardware, kwargs: dict[str,
             )
         passes[fusion] = False
     kwargs["compilation_config"] = {**compilation, "pass_config": passes}
+
+
+def _compilation(value: Any, path: str) -> dict[str, Any]:
+    """vLLM's ``compilation_config`` as a mapping; it also takes JSON."""
+    parsed = value or {}
+    if isinstance(parsed, str):
+        try:
+            parsed = json.loads(parsed)
+        except json.JSONDecodeError:
+            parsed = None
+    if not isinstance(parsed, Mapping):
+        raise ConfigError("+fp8, which sets compilation_config.pass_config", f"{path}={value!r}", f"write {path}.<key>=<value>")
+    return dict(parsed)
 
 
 def environment(settings: Fp8Settings, hardware: Hardware) -> dict[str, str]:

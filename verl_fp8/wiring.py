@@ -29,17 +29,21 @@ _MODEL_KEYS = ("path", "hf_config_path", "trust_remote_code", "override_config")
 # Arguments of vLLM that the rules judge. vLLM also takes them with dashes, abbreviated (argparse) and as `name.key`.
 _JUDGED = (
     "additional_config",
+    "compilation_config",
     "dtype",
     "enable_lora",
     "hf_overrides",
+    "kernel_config",
     "kv_cache_dtype",
+    "linear_backend",
     "logprobs_mode",
+    "moe_backend",
     "override_generation_config",
     "quantization",
     "tensor_parallel_size",
     "worker_extension_cls",
 )
-_MAPPINGS = ("additional_config", "hf_overrides", "override_generation_config")
+_MAPPINGS = ("additional_config", "hf_overrides", "kernel_config", "override_generation_config")
 _VLLM = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 
 

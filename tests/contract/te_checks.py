@@ -152,7 +152,8 @@ def check_fsdp2():
     expected = run_experts(experts_of("te", Recipe()), ROUTINGS[0])
     module = experts_of("te", Recipe()).float()
     fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    found = [t.full_tensor().bfloat16() if hasattr(t, "full_tensor") else t for t in run_experts(module, ROUTINGS[0], recompute=True)]
+    found = run_experts(module, ROUTINGS[0], recompute=True)
+    found = [t.full_tensor().bfloat16() if hasattr(t, "full_tensor") else t for t in found]
     different = [i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if not torch.equal(a, b)]
     assert not different, different
     torch.distributed.destroy_process_group()

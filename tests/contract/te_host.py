@@ -136,13 +136,12 @@ def generic_gemm(a, transa, b, transb, out, quantizer, out_dtype, *args, **kwarg
 
 
 def te_general_grouped_gemm(a, transa, b, transb, out, out_dtype, m_splits, bias, bias_dtype, single_output, *args):
-    """tex.te_general_grouped_gemm (pytorch/csrc/extensions/gemm.cpp): one product an expert, into slices of one tensor or into many."""
+    """tex.te_general_grouped_gemm (pytorch/csrc/extensions/gemm.cpp): one product an expert, into one tensor's slices or many."""
     _, grad, _, _, accumulate, split_accumulator, _ = args
     assert len(a) == len(b) == len(m_splits) and split_accumulator and not accumulate
     assert (grad, single_output) == ((transa, transb) != (True, False), (transa, transb) != (False, True))
     parts = out[0].split(m_splits) if single_output else out
     for left, right, part in zip(a, b, parts, strict=True):
-        # cuBLASLt's blockwise kernels want rows of 16 bytes along the contracted dimension, and no empty product is asked for.
         y = generic_gemm(left, transa, right, transb, None, None, out_dtype)[0]
         assert y.shape == part.shape and part.is_contiguous() and y.numel()
         part.copy_(y)

@@ -64,6 +64,8 @@ def test_the_rollout_configuration_pins_the_kernels(tiny_model):
         (HOPPER, ("fp8.recipe.weight_block=[64,64]",), "fp8.recipe.weight_block=[128,128]"),
         (HOPPER, (f"+{VLLM}.linear_backend=marlin",), f"{VLLM}.linear_backend"),
         (HOPPER, (f"+{VLLM}.moe_backend=flashinfer_cutlass",), f"{VLLM}.moe_backend"),
+        (HOPPER, (f"+{VLLM}.kernel_config.moe_backend=marlin",), f"{VLLM}.kernel_config.moe_backend"),
+        (HOPPER, (f"+{VLLM}.compilation_config=fast",), f"{VLLM}.compilation_config"),
         (HOPPER, (f"+{VLLM}.compilation_config.pass_config.fuse_act_quant=true",), "fuse_act_quant"),
         (HOPPER, (f"+{ENV}.VLLM_USE_DEEP_GEMM=1",), f"{ENV}.VLLM_USE_DEEP_GEMM"),
     ],

@@ -1,5 +1,6 @@
 """Mixture of experts against real verl and real vLLM: names, layouts by value, the two models' agreement, the driver's rules."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -128,12 +129,24 @@ def test_expert_parallelism_is_vllms_and_decides_the_shards(moe):
     assert refusal(start, config) is None and config.actor_rollout_ref.rollout.expert_parallel_size == 4
 
 
-def test_a_gpus_backend_without_experts_is_refused_on_the_driver(moe):
-    """TransformerEngine on an H100: before Ray, with the keys that resolve it."""
+def test_verl_hands_expert_parallelism_to_vllm(moe):
+    """The one value becomes vLLM's enable_expert_parallel, and must be the number of the rollout's ranks."""
+    verl, vllm = (Path(importlib.util.find_spec(name).origin).parent for name in ("verl", "vllm"))
+    server = (verl / "workers/rollout/vllm_rollout/vllm_async_server.py").read_text()
+    assert '"enable_expert_parallel": self.config.expert_parallel_size > 1' in server
+    assert "\n    enable_expert_parallel: bool" in (vllm / "engine/arg_utils.py").read_text()
+    message = refusal(start, run(moe, f"{TP}=4", f"{EP}=2", "fp8.recipe.exclude=['*.self_attn.*']"))
+    assert f"{EP}=2, beside 4 ranks" in message and f"set {EP}=4" in message
+
+
+@pytest.mark.parametrize(("backend", "named"), [("te", "te"), ("torch", "torch"), ("auto", "te")])
+def test_a_gpus_backends_take_experts(moe, backend, named):
+    """On an H100 the driver accepts FP8 experts with each backend, and vLLM's experts get a kernel whose quantiser is ours."""
     with assume(Hardware((9, 0), (13, 0), "2.20.2")):
-        message = refusal(start, run(moe, "trainer.device=cuda"))
-        assert "fp8.backend=te for mixture-of-experts layers" in message and "fp8.recipe.exclude=['*.mlp.experts.*']" in message
-        assert refusal(start, run(moe, "trainer.device=cuda", "fp8.recipe.exclude=['*.mlp.experts.*']")) is None
+        config = run(moe, "trainer.device=cuda", f"fp8.backend={backend}")
+        assert refusal(start, config) is None
+        summary = validate_run(config)
+    assert len(summary.converted) == 56 and summary.backend == named
 
 
 def test_exact_mode_is_refused_by_the_architectures_name(moe):
