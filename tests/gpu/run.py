@@ -18,6 +18,7 @@ import checks  # noqa: E402
 import common  # noqa: E402
 import models  # noqa: E402
 import part_exact  # noqa: E402
+import part_experts  # noqa: E402
 import speed  # noqa: E402
 
 PARTS = {
@@ -30,6 +31,7 @@ PARTS = {
     "te backend": checks.te_backend,
     "vllm codes": checks.vllm_codes,
     "vllm product": checks.vllm_product,
+    **part_experts.PARTS,
     "fsdp2 and recomputation": models.fsdp2,
     "linear speed": speed.linear_speed,
     "quantiser speed": speed.quantizer_speed,
