@@ -22,7 +22,7 @@ from verl_fp8 import contract_megatron
 from verl_fp8.engine import Fp8SyncMixin
 from verl_fp8.errors import ConfigError, ContractError
 from verl_fp8.hardware import probe
-from verl_fp8.layout import split_layers
+from verl_fp8.layout import MODEL_KEYS, load_config, split_layers
 from verl_fp8.linear import ConversionReport
 from verl_fp8.megatron import ASKED, BACKWARD_VARIABLE, SCALES_VARIABLE, environment
 from verl_fp8.settings import Fp8Settings
@@ -103,7 +103,9 @@ class Fp8MegatronEngineWithLMHead(Fp8SyncMixin, MegatronEngineWithLMHead):
         """
         super().initialize()
         check_recipe(self.tf_config, self.fp8)
-        converted, kept, shapes = split_layers(self.model_config.hf_config, self.fp8.layer_filter)
+        # As driver and rollout read it: verl's own object asks for an attention that only matters where HF computes.
+        hf_config = load_config({key: getattr(self.model_config, key) for key in MODEL_KEYS})
+        converted, kept, shapes = split_layers(hf_config, self.fp8.layer_filter)
         self._fp8_layers = converted
         self._fp8_modules = self._compare(frozenset(converted), frozenset(shapes))
         self._fp8_ran = False

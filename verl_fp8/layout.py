@@ -14,6 +14,9 @@ from verl_fp8.recipe import WHOLE, LayerFilter, fused_group
 # vLLM's row-parallel linears of decoder layers (vllm/model_executor/models): their input is divided, not their output.
 ROW_PARALLEL = frozenset({"o_proj", "down_proj", "out_proj", "dense"})
 
+# verl's keys of a model that say which configuration it has.
+MODEL_KEYS = ("path", "hf_config_path", "trust_remote_code", "override_config")
+
 
 def linear_shapes(config: Any) -> dict[str, tuple[int, int]]:
     """Name -> (out, in) of every linear layer (:func:`verl_fp8.linear.linear_shapes`) of the causal LM that ``config``
@@ -40,7 +43,7 @@ def load_config(model: Mapping[str, Any]) -> Any:
     """The Hugging Face configuration verl will build the model from.
 
     Args:
-        model: path, hf_config_path, trust_remote_code, override_config, as under ``actor_rollout_ref.model``.
+        model: :data:`MODEL_KEYS`, as under ``actor_rollout_ref.model``.
     """
     path = model.get("hf_config_path") or model["path"]
     overrides = model.get("override_config") or {}

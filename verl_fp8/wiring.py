@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_fp8.errors import ConfigError
+from verl_fp8.layout import MODEL_KEYS
 from verl_fp8.settings import CHOICES, METHODS
 from verl_fp8.vllm_arguments import NODE
 
@@ -24,7 +25,6 @@ _PLACES = {
     *(f"actor_rollout_ref.{role}.{engine}.fp8" for role in ("actor", "ref") for engine in ("fsdp_config", "megatron")),
     "actor_rollout_ref.rollout.fp8",
 }
-_MODEL_KEYS = ("path", "hf_config_path", "trust_remote_code", "override_config")
 
 # Arguments of vLLM that the rules judge. vLLM also takes them with dashes, abbreviated (argparse) and as `name.key`.
 _JUDGED = (
@@ -105,7 +105,7 @@ def check_nodes(config: DictConfig, engine: str) -> None:
     for place in (f"actor.{engine}", f"ref.{engine}", "rollout"):
         _same(config, f"actor_rollout_ref.{place}.fp8", "fp8", config.fp8)
     model = config.actor_rollout_ref.model
-    for key in _MODEL_KEYS:
+    for key in MODEL_KEYS:
         _same(config, f"actor_rollout_ref.rollout.fp8_model.{key}", f"actor_rollout_ref.model.{key}", model.get(key))
 
 

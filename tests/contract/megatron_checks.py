@@ -135,7 +135,7 @@ def engine(path: str):
     from verl.utils.config import omega_conf_to_dataclass
     from verl.workers.engine import EngineRegistry
 
-    only_here = {"use_cpu_initialization": "true", "perform_initialization": "false", "gradient_accumulation_fusion": "false"}
+    only_here = {"perform_initialization": "false", "gradient_accumulation_fusion": "false"}
     config = compose(
         f"actor_rollout_ref.model.path={path}", "model_engine=megatron", "+fp8=unified_megatron", "fp8.recipe.scale_format=fp32",
         *(f"+actor_rollout_ref.actor.megatron.override_transformer_config.{k}={v}" for k, v in only_here.items()),
@@ -149,12 +149,12 @@ def engine(path: str):
         ref.use_dynamic_bsz = ref.pop("log_prob_use_dynamic_bsz")
         ref.ppo_max_token_len_per_gpu = ref.pop("log_prob_max_token_len_per_gpu")
         ref.ppo_micro_batch_size = None
-    engine_config = omega_conf_to_dataclass(ref).engine
+    role = omega_conf_to_dataclass(ref)
     model_config = omega_conf_to_dataclass(config.actor_rollout_ref.model)
     model_config.model_type = "language_model"
     made = EngineRegistry.new(
-        "language_model", engine_config.strategy, model_config=model_config, engine_config=engine_config,
-        optimizer_config=None, checkpoint_config=None,
+        "language_model", role.engine.strategy, model_config=model_config, engine_config=role.engine,
+        optimizer_config=role.optim, checkpoint_config=role.checkpoint,
     )  # fmt: skip
     made.initialize()
     ENGINES[path] = made
@@ -258,12 +258,29 @@ def check_engine_forward_is_watched():
         made._fp8_modules, made.fp8 = watched, SETTINGS
 
 
+class OnCPU(torch.overrides.TorchFunctionMode):
+    """Tensors that Megatron asks for on "cuda" come on the CPU."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if "cuda" in str(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
 def on_one_rank_without_a_gpu() -> None:
     """What Megatron and verl ask of the device and of the launcher."""
     card = type("Card", (), {"multi_processor_count": 1, "major": 9, "minor": 0, "total_memory": 1 << 34, "name": "none"})
-    torch.cuda.current_device, torch.cuda.device_count = lambda: 0, lambda: 1
+    torch.cuda.current_device, torch.cuda.device_count = lambda: torch.device("cpu"), lambda: 1
     torch.cuda.get_device_properties, torch.cuda.get_device_capability = lambda *_: card, lambda *_: (9, 0)
-    torch.cuda.set_device = lambda *_: None
+    for name in ("set_device", "manual_seed", "manual_seed_all", "synchronize", "empty_cache", "set_rng_state"):
+        setattr(torch.cuda, name, lambda *_, **__: None)
+    torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()
+    torch.cuda.Stream = lambda *_: None
+    from megatron.core.tensor_parallel import random
+
+    random._get_cuda_rng_state, random._set_cuda_rng_state = lambda *_, **__: torch.get_rng_state(), lambda *_, **__: None
+    OnCPU().__enter__()
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "VERL_ENGINE_DEVICE": "cuda"}
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 

@@ -18,6 +18,7 @@ from verl_fp8.wiring import GROUPS
 
 HOPPER = Hardware((9, 0), (13, 0), "2.20.2")
 BLACKWELL = Hardware((10, 0), (13, 0), "2.20.2")
+MEGATRON = Hardware((9, 0), (13, 0), "2.20.2", "0.19.2")
 V = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 # Every group at least once, and on both kinds of GPU.
 LINES = [
@@ -93,7 +94,14 @@ def test_every_reason_is_needed(job, tiny_model, tmp_path):
     settings = {s.path: s for s in explained(base, HOPPER, "+fp8=unified")}
     strategy = settings["actor_rollout_ref.actor.strategy"]
     assert (strategy.old, strategy.new) == ("fsdp", "fsdp2") and "FSDP2" in strategy.reason
-    used = {next(p for p in REASONS if fnmatchcase(path, p)) for path in [*found, *settings]}
+    # Megatron, which is another base: the last layer in bf16, so that its keys for that are there as well.
+    line = "+fp8=unified_megatron fp8.recipe.exclude=['model.layers.1.*']"
+    megatron = {s.path: s for s in explained([*base, "model_engine=megatron"], MEGATRON, line)}
+    assert all(s.reason is not None for s in megatron.values())
+    assert megatron["ray_kwargs.ray_init.runtime_env.env_vars.NVTE_FP8_BLOCK_SCALING_FP32_SCALES"].new == "1"
+    assert megatron["actor_rollout_ref.actor.megatron.override_transformer_config.num_layers_at_end_in_bf16"].new == 1
+    assert not any(path.startswith("te.") for path in megatron)
+    used = {next(p for p in REASONS if fnmatchcase(path, p)) for path in [*found, *settings, *megatron]}
     assert set(REASONS) == used
 
 

@@ -78,9 +78,14 @@ MODELS = {
 # Published sizes in billions of parameters; bytes each takes in training: fp32 weight, gradient, Adam's two moments.
 BILLIONS = {"Qwen/Qwen3-4B": 4.0, "Qwen/Qwen3-8B": 8.2, "Qwen/Qwen3-30B-A3B": 30.5}
 BYTES = 16
-H100 = Hardware((9, 0), (13, 0), "2.20.2")
+H100 = Hardware((9, 0), (13, 0), "2.20.2", "0.19.2")
 NAMES = sorted(path.stem for path in RECIPES.glob("qwen3-*.yaml"))
 DATA = ["data.train_files=train.parquet", "data.val_files=val.parquet"]
+
+
+def mode_of(name: str) -> str:
+    """The mode that the recipe's name says."""
+    return name.split("-")[-2] + ("_megatron" if "megatron" in name else "")
 
 
 def written(name: str) -> dict:
@@ -106,16 +111,18 @@ def composed(name: str, folders, *overrides: str):
 
 
 def test_there_is_a_recipe_for_each_model_and_mode():
-    """Three models, FP8 rollout and unified FP8."""
+    """Three models, FP8 rollout and unified FP8; two of them with Megatron."""
     models = [m.partition("/")[2].lower() for m in MODELS]
-    assert NAMES == sorted(f"{model}-{mode}-ais" for model in models for mode in ("rollout", "unified"))
+    fsdp = [f"{model}-{mode}-ais" for model in models for mode in ("rollout", "unified")]
+    assert NAMES == sorted(fsdp + [f"{model}-megatron-unified-ais" for model in models[1:]])
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_is_values_only(name):
     """The defaults in the documented order; no class, no argument of vLLM, no key of the groups' wiring in the body."""
     recipe = written(name)
-    assert recipe["defaults"] == ["ppo_trainer", {"fp8": name.split("-")[-2]}, {"is_correction": "ais"}, "_self_"]
+    engine = [{"override model_engine": "megatron"}] if "megatron" in name else []
+    assert recipe["defaults"] == ["ppo_trainer", {"fp8": mode_of(name)}, {"is_correction": "ais"}, *engine, "_self_"]
     keys = set()
 
     def walk(node):
@@ -151,7 +158,8 @@ def test_a_recipe_says_how_it_is_started(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_key_of_a_recipe_is_one_of_verls(name):
     """A key that verl's ppo_trainer does not have would be a typo nobody reads."""
-    stock = OmegaConf.to_container(compose(config_name="ppo_trainer"), resolve=False)
+    engine = ["model_engine=megatron"] if "megatron" in name else []
+    stock = OmegaConf.to_container(compose(*engine, config_name="ppo_trainer"), resolve=False)
 
     def walk(node, known, path):
         for key, value in node.items():
@@ -175,10 +183,10 @@ def test_a_recipe_does_what_its_name_says(name, folders):
     """All linear layers but the output head are FP8, of an MoE all but the routers; as on an H100."""
     with assume(H100):
         summary = validate_run(composed(name, folders))
-    mode = name.split("-")[-2]
+    mode = mode_of(name)
     config = MODELS[written(name)["actor_rollout_ref"]["model"]["path"]]
     assert (summary.fp8.mode, summary.correction.method) == (mode, "ais")
-    assert (summary.backend, summary.kernel) == ("te" if mode == "unified" else "bf16", "torch")
+    assert (summary.backend, summary.kernel) == ("bf16" if mode == "rollout" else "te", "torch")
     kept, layers = set(summary.kept), config["num_hidden_layers"]
     # q, k, v, o of each layer, and gate, up, down of each MLP or expert.
     projections = 3 * config.get("num_experts", 1)
@@ -198,7 +206,7 @@ def test_the_longest_answer_and_the_training_state_fit(name, folders):
         config.data.train_batch_size * rollout.n
     ) % gpus == 0 and config.data.train_batch_size % actor.ppo_mini_batch_size == 0
     state = BILLIONS[written(name)["actor_rollout_ref"]["model"]["path"]] * BYTES / gpus
-    if not actor.fsdp_config.optimizer_offload:
+    if not (actor.megatron if "megatron" in name else actor.fsdp_config).optimizer_offload:
         assert state + rollout.gpu_memory_utilization * 80 < 80
     assert math.isfinite(state)
 
