@@ -187,8 +187,15 @@ def _layer(name: str) -> int | None:
     return None if found is None else int(found[1])
 
 
-def check_bf16_layers(role: str, node: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Refuse the user's own bf16 layers where ``fp8.recipe.exclude`` says otherwise: the rollout would not know.
+def check_bf16_layers(role: str, node: Mapping[str, Any], wanted: Mapping[str, Any], layers: int) -> None:
+    """Refuse the user's own bf16 layers where ``fp8.recipe.exclude`` says otherwise (the rollout would not know), and
+    more at one end than a pipeline stage has, which Megatron refuses in its workers.
+
+    Args:
+        role: ``actor`` or ``ref``.
+        node: ``actor_rollout_ref.<role>.megatron``, resolved.
+        wanted: of :func:`bf16_layers`.
+        layers: of the decoder.
 
     Raises:
         ConfigError: names the key.
@@ -200,6 +207,11 @@ def check_bf16_layers(role: str, node: Mapping[str, Any], wanted: Mapping[str, A
             asked = f"{ASKED}, whose bf16 layers fp8.recipe.exclude names"
             fix = f"remove {path} and set fp8.recipe.exclude, e.g. ['model.layers.0.*']"
             raise ConfigError(asked, f"{path}={overrides[key]}", fix)
+    path = _path(role, "pipeline_model_parallel_size")
+    stage = layers // (node.get("pipeline_model_parallel_size") or 1)
+    if max((v for k, v in wanted.items() if k.startswith("num_")), default=0) > stage:
+        found = f"more layers at one end than the {stage} of a stage, {path}={node['pipeline_model_parallel_size']}"
+        raise ConfigError(f"fp8.recipe.exclude with {ASKED}", found, f"exclude fewer, or lower {path}")
 
 
 def check_blocks(

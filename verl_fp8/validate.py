@@ -321,7 +321,7 @@ def _check_megatron_layers(config: DictConfig, hf_config: Any, shapes: Any, conv
     for role in megatron.ROLES:
         node = _megatron_node(config, role)
         megatron.check_blocks(hf_config, shapes, converted, node)
-        megatron.check_bf16_layers(role, node, keys)
+        megatron.check_bf16_layers(role, node, keys, hf_config.num_hidden_layers)
     for key, value in keys.items():
         OmegaConf.update(config, f"actor_rollout_ref.actor.megatron.override_transformer_config.{key}", value, force_add=True)
 

@@ -276,7 +276,7 @@ def on_one_rank_without_a_gpu() -> None:
     for name in ("set_device", "manual_seed", "manual_seed_all", "synchronize", "empty_cache", "set_rng_state"):
         setattr(torch.cuda, name, lambda *_, **__: None)
     torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()
-    torch.cuda.Stream = lambda *_: None
+    torch.cuda.Stream = type("Stream", (), {})
     from megatron.core.tensor_parallel import random
 
     random._get_cuda_rng_state, random._set_cuda_rng_state = lambda *_, **__: torch.get_rng_state(), lambda *_, **__: None

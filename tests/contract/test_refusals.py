@@ -430,6 +430,8 @@ def test_a_megatron_job_needs_only_the_switches(megatron_job):
         for node in (OmegaConf.select(job, T), job.actor_rollout_ref.ref.megatron.override_transformer_config):
             assert node.first_last_layers_bf16
             assert (node.num_layers_at_start_in_bf16, node.num_layers_at_end_in_bf16) == (0, 1)
+        job = changed(changed(megatron_job, "fp8.recipe.exclude", ["model.layers.0.*"]), f"{A}.megatron.pipeline_model_parallel_size", 4)
+        assert "pipeline_model_parallel_size" in refusal(validate_run, job)
         assert refusal(validate_run, job := changed(megatron_job, "fp8.recipe.backward", "high_precision")) is None
         assert job.ray_kwargs.ray_init.runtime_env.env_vars.NVTE_BACKWARD_OVERRIDE == "high_precision"
     with assume(Hardware((10, 0), (13, 0), "2.20.2", "0.19.2")):
