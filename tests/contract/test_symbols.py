@@ -222,6 +222,7 @@ NOT_IN_A_RUN = {
     "attribution",
     "doctor",
     "facts",
+    "megatron",  # the driver's rules, as validate
     "vllm_plugin",
 }
 

@@ -196,9 +196,10 @@ def test_probe():
     [
         (["+fp8=unified"], None, ["+fp8=unified"]),
         (["--config-dir", "x", "+fp8=unified"], None, ["--config-dir", "x", "+fp8=unified"]),
-        (["--capability", "9.0", "+fp8=unified"], Hardware((9, 0), (13, 0), "2.20.2"), ["+fp8=unified"]),
-        (["+fp8=unified", "--capability", "9.0", "a=b"], Hardware((9, 0), (13, 0), "2.20.2"), ["+fp8=unified", "a=b"]),
-        (["--capability=10.0", "--cuda=12.8", "--transformer-engine", "none"], Hardware((10, 0), (12, 8), None), []),
+        (["--capability", "9.0", "+fp8=unified"], Hardware((9, 0), (13, 0), "2.20.2", "0.19.2"), ["+fp8=unified"]),
+        (["+fp8=unified", "--capability", "9.0", "a=b"], Hardware((9, 0), (13, 0), "2.20.2", "0.19.2"), ["+fp8=unified", "a=b"]),
+        (["--capability=10.0", "--cuda=12.8", "--transformer-engine", "none", "--megatron-core", "none"],
+         Hardware((10, 0), (12, 8), None), []),
     ],
 )
 def test_the_options_of_check(words, hardware, rest):

@@ -46,7 +46,7 @@ def test_each_method_has_a_file_that_sets_its_keys(method):
 
 def test_the_groups_on_disk_are_the_choices_there_are():
     """A file is a choice and a choice is a file, besides the wiring they share."""
-    assert {path.stem for path in (CONF / "fp8").glob("*.yaml")} == {*CHOICES, "wiring"}
+    assert {path.stem for path in (CONF / "fp8").glob("*.yaml")} == {*CHOICES, "wiring", "wiring_fsdp2"}
     assert {path.stem for path in (CONF / "is_correction").glob("*.yaml")} == {*METHODS, "wiring"}
 
 
