@@ -36,6 +36,7 @@ REASONS: dict[str, str] = {
     "actor_rollout_ref.*.fsdp_config.fp8": "the one fp8 node, as actor and reference policy read it",
     "actor_rollout_ref.*.megatron._target_": "an engine configuration that carries fp8; it selects the FP8 engine",
     "actor_rollout_ref.*.megatron.fp8": "the one fp8 node, as actor and reference policy read it",
+    "actor_rollout_ref.ref.megatron.override_transformer_config": "the actor's, by verl's own interpolation",
     "actor_rollout_ref.*.override_transformer_config.fp8_param": "parameters stay bf16, which both sides quantise",
     "actor_rollout_ref.*.override_transformer_config.fp8*": "Megatron enters TransformerEngine's autocast in each decoder layer",
     "actor_rollout_ref.*.override_transformer_config.*_bf16": "the decoder layers that fp8.recipe.exclude keeps in bf16",
