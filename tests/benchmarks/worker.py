@@ -1,6 +1,6 @@
 """A process of ``processes.py``: sets up what its arguments say, prints ``ready``, then does one measured piece of work a line.
 
-    python worker.py rollout|trainer fp8|bf16 MODEL
+    python worker.py rollout|trainer|sync fp8|bf16|stock MODEL
 
 Each answer is one JSON object: ``seconds`` of the piece, and at the end of the input ``rss``, the process's largest resident set.
 """
@@ -66,6 +66,60 @@ def rollout(kind: str, model: str) -> Callable[[], dict]:
     return piece
 
 
+def sync(kind: str, model: str) -> Callable[[], dict]:
+    """One weight sync of fp32 masters over verl's shared-memory transport into a vLLM in this process.
+
+    ``fp8``: ours. ``bf16``: stock verl's into vLLM in bf16. ``stock``: stock verl's into vLLM with quantization=fp8.
+    """
+    import asyncio
+    import threading
+
+    from transformers import AutoModelForCausalLM
+    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
+    from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+    from vllm import LLM
+
+    from verl_fp8.engine import prepare_module
+    from verl_fp8.rollout import Fp8WorkerExtension
+    from verl_fp8.sync import outgoing
+    from verl_fp8.vllm_arguments import fp8_arguments
+
+    settings = Fp8Settings.parse(FP8)
+    module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    layers = prepare_module(module, settings)[0].converted
+    arguments = {"model": model, "dtype": "bfloat16", "enforce_eager": True, "max_model_len": 128, "max_num_seqs": 64, "max_num_batched_tokens": 1024, "kv_cache_memory_bytes": 1 << 28, "load_format": "dummy"}  # fmt: skip
+    if kind != "bf16":
+        arguments |= fp8_arguments(FP8, {"path": model}, {}) | {"quantization": "fp8"}
+    if kind == "stock":
+        from verl.utils.vllm.vllm_quant_utils import apply_vllm_quant_patches
+
+        # The layers get our kernel, for vLLM's own FP8 block kernel on CPU needs AMX; it computes nothing in a sync.
+        apply_vllm_quant_patches()
+    extension = Fp8WorkerExtension if kind == "fp8" else vLLMColocateWorkerExtension
+    arguments["worker_extension_cls"] = f"{extension.__module__}.{extension.__name__}"
+    handle = f"ipc:///tmp/verl_fp8_benchmark_{os.getpid()}.sock"
+    vLLMColocateWorkerExtension._get_zmq_handle = lambda self: handle
+    llm = LLM(**arguments)
+
+    def send() -> None:
+        weights = iter(module.state_dict().items())
+        if kind == "fp8":
+            weights = outgoing(weights, settings, layers, skip=frozenset({"lm_head.weight"}))
+        # Stock verl sends the tied lm_head as well, and vLLM takes it only where all weights come in one bucket.
+        size = 256 if kind == "fp8" else 1024
+        asyncio.run(BucketedWeightSender(zmq_handle=handle, bucket_size_mb=size, use_shm=True).async_send_weights(weights))
+
+    def piece() -> dict:
+        start = time.perf_counter()
+        sender = threading.Thread(target=send)
+        sender.start()
+        llm.collective_rpc("update_weights_from_ipc", kwargs={"use_shm": True})
+        sender.join()
+        return {"seconds": time.perf_counter() - start}
+
+    return piece
+
+
 def trainer(kind: str, model: str) -> Callable[[], dict]:
     """The model under FSDP2 as verl's engine builds it, fp32 masters and bf16 copies; a piece is one step on 32 rows."""
     import torch.distributed as dist
@@ -107,7 +161,7 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w")  # vLLM prints to stdout
     os.dup2(2, 1)
     torch.set_num_threads(2)
-    piece = {"rollout": rollout, "trainer": trainer}[sys.argv[1]](*sys.argv[2:])
+    piece = {"rollout": rollout, "trainer": trainer, "sync": sync}[sys.argv[1]](*sys.argv[2:])
     print("ready", file=out, flush=True)
     for _ in sys.stdin:
         print(json.dumps(piece()), file=out, flush=True)
