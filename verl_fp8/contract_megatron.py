@@ -1,4 +1,4 @@
-"""What verl_fp8.engine_megatron relies on in Megatron, and in verl's engine over it: contract.py's table, second part.
+"""What verl_fp8.engine_megatron relies on in Megatron, and in verl's engine over it: second part of the table in symbols.py.
 
 Apart, since none of it can be imported where Megatron is not installed. ``tests/contract/test_megatron.py`` compares it
 with the Python of real wheels.
@@ -6,20 +6,14 @@ with the Python of real wheels.
 
 import functools
 
-from verl_fp8.contract import Symbol, check
+from verl_fp8.contract import check
+from verl_fp8.symbols import Symbol, of
 
 _ENGINE = "verl.workers.engine.megatron.transformer_impl.MegatronEngineWithLMHead"
 _TASK = "megatron.bridge.models.conversion.model_bridge.WeightConversionTask"
 
 
-def _of(*used_by: str):
-    def symbol(path: str, why: str, *parameters: str, bare: bool = False, **kwargs) -> Symbol:
-        return Symbol(path, why, used_by, None if bare else parameters, **kwargs)
-
-    return symbol
-
-
-_engine, _rules = _of("engine_megatron"), _of("megatron")
+_engine, _rules = of("engine_megatron"), of("megatron")
 
 # fmt: off
 SYMBOLS: tuple[Symbol, ...] = (

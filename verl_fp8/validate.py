@@ -5,25 +5,21 @@
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_fp8 import checkpoint, megatron
 from verl_fp8.contract import require_versions
-from verl_fp8.corrections import ais_config, rollout_correction, same_setting, try_rollout_correction
-from verl_fp8.dump import check_folder, run_of
 from verl_fp8.errors import ConfigError
 from verl_fp8.exact_hf import check_config
+from verl_fp8.fields import get, number, refuse
 from verl_fp8.hardware import probe, refuse_whole_sides, resolve_backend, resolve_rollout_kernel
 from verl_fp8.layout import check_tensor_parallel, load_config, split_layers
 from verl_fp8.settings import CorrectionSettings, Fp8Settings
+from verl_fp8.validate_correction import check_correction
 from verl_fp8.vllm_arguments import EXTENSION, environment, fp8_arguments
 from verl_fp8.wiring import GROUPS, check_fields, check_groups, check_nodes, check_vllm_arguments
-
-# Estimators that turn group rewards into one advantage a response, as the paper's experiments do.
-GRPO_FAMILY = ("grpo", "grpo_vectorized")
 
 TARGETS = {
     "actor_rollout_ref.actor._target_": "verl_fp8.config.actor_config",
@@ -57,12 +53,6 @@ class RunSummary:
     kernel: str | None = None
 
 
-def get(config: DictConfig, path: str, default: Any = None) -> Any:
-    """A value by dotted path, interpolations resolved, ``default`` where it is absent or null."""
-    value = OmegaConf.select(config, path, default=default)
-    return default if value is None else value
-
-
 def validate_run(config: DictConfig) -> RunSummary:
     """Check a composed verl configuration, and write vLLM's environment into ``ray_kwargs.ray_init.runtime_env``.
 
@@ -83,7 +73,7 @@ def validate_run(config: DictConfig) -> RunSummary:
     check_fields(config)
     check_vllm_arguments(config, asked)
     if correction is not None:
-        _check_correction(config, correction)
+        check_correction(config, correction)
     if fp8 is None:
         return RunSummary(None, correction)
     _check_engine(config, fp8, asked)
@@ -117,38 +107,22 @@ def validate_entry(config: DictConfig, task_runner: Any) -> None:
     validate_run(config)
 
 
-def number(config: DictConfig, path: str, default: float) -> float:
-    """:func:`get` for a number.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    value = get(config, path, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError(f"{path}={value!r}", "not a number", f"set {path} to a number")
-    return value
-
-
-def _refuse(asked: str, config: DictConfig, path: str, why: str, fix: str) -> None:
-    raise ConfigError(asked, f"{path}={get(config, path)}{why}", fix)
-
-
 def _check_shared(config: DictConfig, asked: str) -> None:
     if not get(config, "trainer.use_v1", True):
-        _refuse(asked, config, "trainer.use_v1", ", verl's deprecated trainer", "set trainer.use_v1=true")
+        refuse(asked, config, "trainer.use_v1", ", verl's deprecated trainer", "set trainer.use_v1=true")
     mode, modes = get(config, "trainer.v1.trainer_mode", "sync"), FP8_MODES if get(config, "fp8") is not None else MODES
     if mode not in modes:
-        _refuse(asked, config, "trainer.v1.trainer_mode", f"; tried with {', '.join(modes)}", f"set trainer.v1.trainer_mode={modes[0]}")
+        refuse(asked, config, "trainer.v1.trainer_mode", f"; tried with {', '.join(modes)}", f"set trainer.v1.trainer_mode={modes[0]}")
     if get(config, "actor_rollout_ref.rollout.name") != ROLLOUT:
         path = "actor_rollout_ref.rollout.name"
-        _refuse(asked, config, path, ", whose quantiser and log-probs the switches do not reach", f"set {path}={ROLLOUT}")
+        refuse(asked, config, path, ", whose quantiser and log-probs the switches do not reach", f"set {path}={ROLLOUT}")
     if get(config, "actor_rollout_ref.rollout.mode", "async") != "async":
         path = "actor_rollout_ref.rollout.mode"
-        _refuse(asked, config, path, ", which verl 0.9 no longer has", f"set {path}=async")
+        refuse(asked, config, path, ", which verl 0.9 no longer has", f"set {path}=async")
     for path, target in TARGETS.items():
         if get(config, path) != target:
             why = f" instead of {target}, so the switches would not act"
-            _refuse(asked, config, path, why, f"select the groups after ppo_trainer, and remove any override of {path}")
+            refuse(asked, config, path, why, f"select the groups after ppo_trainer, and remove any override of {path}")
 
 
 def _check_engine(config: DictConfig, fp8: Fp8Settings, asked: str) -> None:
@@ -162,23 +136,23 @@ def _check_engine(config: DictConfig, fp8: Fp8Settings, asked: str) -> None:
         fix += "set model_engine=megatron" if fp8.megatron else f"remove model_engine={engine}: this mode is for FSDP2"
         raise ConfigError(asked, f"model_engine={engine}", fix)
     if strategy != wanted:
-        _refuse(asked, config, "actor_rollout_ref.actor.strategy", "", f"set actor_rollout_ref.actor.strategy={wanted}")
+        refuse(asked, config, "actor_rollout_ref.actor.strategy", "", f"set actor_rollout_ref.actor.strategy={wanted}")
     targets = {f"actor_rollout_ref.{role}.{node}._target_": ENGINES[node] for role in ("actor", "ref")}
     for path, target in {**FP8_TARGETS, **targets}.items():
         if get(config, path) != target:
-            _refuse(asked, config, path, f" instead of {target}", f"remove the override of {path}")
+            refuse(asked, config, path, f" instead of {target}", f"remove the override of {path}")
     ref = get(config, "actor_rollout_ref.ref.strategy", strategy)
     if ref != wanted:
-        _refuse(asked, config, "actor_rollout_ref.ref.strategy", "", f"set actor_rollout_ref.ref.strategy={wanted}, or remove it")
+        refuse(asked, config, "actor_rollout_ref.ref.strategy", "", f"set actor_rollout_ref.ref.strategy={wanted}, or remove it")
     for path in ("model.lora_rank", "model.lora.rank"):
         if number(config, f"actor_rollout_ref.{path}", 0) > 0:
-            _refuse(asked, config, f"actor_rollout_ref.{path}", ": LoRA adapters", f"set actor_rollout_ref.{path}=0 or remove +fp8")
+            refuse(asked, config, f"actor_rollout_ref.{path}", ": LoRA adapters", f"set actor_rollout_ref.{path}=0 or remove +fp8")
     if get(config, "actor_rollout_ref.model.lora_adapter_path"):
-        _refuse(asked, config, "actor_rollout_ref.model.lora_adapter_path", "", "remove lora_adapter_path or +fp8")
+        refuse(asked, config, "actor_rollout_ref.model.lora_adapter_path", "", "remove lora_adapter_path or +fp8")
     if get(config, "actor_rollout_ref.actor.qat.enable", False):
-        _refuse(asked, config, "actor_rollout_ref.actor.qat.enable", ", another quantiser", "set it to false")
+        refuse(asked, config, "actor_rollout_ref.actor.qat.enable", ", another quantiser", "set it to false")
     if get(config, "actor_rollout_ref.model.mtp.enable", False):
-        _refuse(asked, config, "actor_rollout_ref.model.mtp.enable", ": not tried with FP8 weights", "set it to false or remove +fp8")
+        refuse(asked, config, "actor_rollout_ref.model.mtp.enable", ": not tried with FP8 weights", "set it to false or remove +fp8")
     if fp8.megatron:
         megatron.check_settings(fp8)
         for role in megatron.ROLES:
@@ -196,12 +170,12 @@ def _check_fsdp(config: DictConfig, asked: str) -> None:
     for role in ("actor", "ref"):
         base = f"actor_rollout_ref.{role}.fsdp_config"
         if get(config, f"{base}.qat.enable", False):
-            _refuse(asked, config, f"{base}.qat.enable", ", another quantiser", f"set {base}.qat.enable=false")
+            refuse(asked, config, f"{base}.qat.enable", ", another quantiser", f"set {base}.qat.enable=false")
         dtype = get(config, f"{base}.mixed_precision.param_dtype", "bf16")
         if dtype not in ("bf16", "bfloat16"):
-            _refuse(asked, config, f"{base}.mixed_precision.param_dtype", "; the recipe quantises bf16", "set it to bf16")
+            refuse(asked, config, f"{base}.mixed_precision.param_dtype", "; the recipe quantises bf16", "set it to bf16")
         if get(config, f"{base}.dtype", "bfloat16") != "bfloat16":
-            _refuse(asked, config, f"{base}.dtype", "; the recipe quantises bf16", f"set {base}.dtype=bfloat16")
+            refuse(asked, config, f"{base}.dtype", "; the recipe quantises bf16", f"set {base}.dtype=bfloat16")
 
 
 def _check_rollout(config: DictConfig, fp8: Fp8Settings, asked: str) -> None:
@@ -218,19 +192,19 @@ def _check_rollout(config: DictConfig, fp8: Fp8Settings, asked: str) -> None:
     for key, (value, why) in wanted.items():
         if get(config, f"{base}.{key}") != value:
             shown = {True: "true", None: "null"}.get(value, value)
-            _refuse(asked, config, f"{base}.{key}", f": {why}", f"set {base}.{key}={shown}, or remove the override")
+            refuse(asked, config, f"{base}.{key}", f": {why}", f"set {base}.{key}={shown}, or remove the override")
     if get(config, f"{base}.quantization_config_file"):
-        _refuse(asked, config, f"{base}.quantization_config_file", "", "remove it; fp8.recipe.* describes the quantisation")
+        refuse(asked, config, f"{base}.quantization_config_file", "", "remove it; fp8.recipe.* describes the quantisation")
     if get(config, f"{base}.qat.enable", False):
-        _refuse(asked, config, f"{base}.qat.enable", ", another quantiser", f"set {base}.qat.enable=false")
+        refuse(asked, config, f"{base}.qat.enable", ", another quantiser", f"set {base}.qat.enable=false")
     if get(config, f"{base}.disaggregation.enabled", False):
-        _refuse(asked, config, f"{base}.disaggregation.enabled", ": not tried with FP8 weights", f"set {base}.disaggregation.enabled=false")
+        refuse(asked, config, f"{base}.disaggregation.enabled", ": not tried with FP8 weights", f"set {base}.disaggregation.enabled=false")
     backend = get(config, f"{base}.checkpoint_engine.backend", "naive")
     if backend == "delta_sharded":
-        _refuse(asked, config, f"{base}.checkpoint_engine.backend", ", which ships bf16 deltas", "set it to naive or nccl")
+        refuse(asked, config, f"{base}.checkpoint_engine.backend", ", which ships bf16 deltas", "set it to naive or nccl")
     extension = get(config, f"{base}.engine_kwargs.vllm.worker_extension_cls")
     if extension != EXTENSION:
-        _refuse(asked, config, f"{base}.engine_kwargs.vllm.worker_extension_cls", "", f"remove the override ({EXTENSION} is needed)")
+        refuse(asked, config, f"{base}.engine_kwargs.vllm.worker_extension_cls", "", f"remove the override ({EXTENSION} is needed)")
 
 
 def _check_hardware(config: DictConfig, fp8: Fp8Settings) -> tuple[str | None, str | None]:
@@ -296,7 +270,7 @@ def _check_model(config: DictConfig, fp8: Fp8Settings) -> tuple[tuple[str, ...],
     tp = get(config, "actor_rollout_ref.rollout.tensor_model_parallel_size", 1)
     if type(tp) is not int or tp < 1:
         path = "actor_rollout_ref.rollout.tensor_model_parallel_size"
-        _refuse("+fp8 with tensor parallelism", config, path, ", not a positive whole number", f"set {path} to one")
+        refuse("+fp8 with tensor parallelism", config, path, ", not a positive whole number", f"set {path} to one")
     if fp8.layer_filter is None:
         _check_bf16(fp8)
     if fp8.exact:
@@ -305,7 +279,7 @@ def _check_model(config: DictConfig, fp8: Fp8Settings) -> tuple[tuple[str, ...],
     path = "actor_rollout_ref.rollout.expert_parallel_size"
     whole, ranks = number(config, path, 1) > 1, tp * number(config, "actor_rollout_ref.rollout.data_parallel_size", 1)
     if whole and get(config, path) != ranks:
-        _refuse("+fp8 with expert parallelism", config, path, f", beside {ranks} ranks of one rollout (tensor times data parallel)",
+        refuse("+fp8 with expert parallelism", config, path, f", beside {ranks} ranks of one rollout (tensor times data parallel)",
                 f"set {path}={ranks}, or 1")
     check_tensor_parallel(hf_config, shapes, converted, fp8.recipe.weight_block, tp, expert_parallel=whole)
     if fp8.megatron:
@@ -348,100 +322,7 @@ def _check_exact(config: DictConfig, fp8: Fp8Settings, hf_config: Any, tp: int) 
         raise ConfigError(asked, f"fp8.backend={fp8.backend}", "set fp8.backend=reference")
     if tp != 1:
         path = "actor_rollout_ref.rollout.tensor_model_parallel_size"
-        _refuse(asked, config, path, ": partial sums would be rounded between ranks", f"set {path}=1")
+        refuse(asked, config, path, ": partial sums would be rounded between ranks", f"set {path}=1")
     for path in ("actor_rollout_ref.model.use_liger", "actor_rollout_ref.model.use_fused_kernels"):
         if get(config, path, False):
-            _refuse(asked, config, path, ", which replaces operations the exact mode defines", f"set {path}=false")
-
-
-def _check_correction(config: DictConfig, correction: CorrectionSettings) -> None:
-    asked = f"+is_correction={correction.method}"
-    verls = correction.method not in ("ais", "none")
-    if verls:
-        _check_rollout_correction(config, correction, asked)
-    elif get(config, "algorithm.rollout_correction.rollout_is") is not None:
-        _refuse(asked, config, "algorithm.rollout_correction.rollout_is", ", a second correction of the same ratio",
-                "set algorithm.rollout_correction.rollout_is=null, or remove is_correction")
-    if correction.method == "none" and correction.dump is None:
-        return
-    if get(config, "algorithm.rollout_correction.bypass_mode", False):
-        _refuse(asked, config, "algorithm.rollout_correction.bypass_mode",
-                ": the trainer's log-probs are the rollout's, every ratio would be 1", "set it to false")
-    if get(config, "actor_rollout_ref.actor.policy_loss.loss_mode") == "bypass_mode":
-        _refuse(asked, config, "actor_rollout_ref.actor.policy_loss.loss_mode", ", which corrects by itself", "set it to vanilla")
-    if get(config, "actor_rollout_ref.actor.use_rollout_log_probs", False):
-        _refuse(asked, config, "actor_rollout_ref.actor.use_rollout_log_probs", ": every ratio would be 1", "set it to false")
-    if not get(config, "actor_rollout_ref.rollout.calculate_log_probs", False):
-        _refuse(asked, config, "actor_rollout_ref.rollout.calculate_log_probs", "",
-                "set actor_rollout_ref.rollout.calculate_log_probs=true")
-    if correction.method != "none":
-        _check_support(config, correction, asked)
-    if correction.method == "ais":
-        _check_ais(config, correction, asked)
-    if correction.dump is not None:
-        _check_dump(config, correction)
-
-
-def _check_rollout_correction(config: DictConfig, correction: CorrectionSettings, asked: str) -> None:
-    """verl's own settings must be what the method means, whoever set them."""
-    for key, meant in rollout_correction(correction).items():
-        path = f"algorithm.rollout_correction.{key}"
-        found = get(config, path)
-        if not same_setting(found, meant):
-            _refuse(asked, config, path, f", where {correction.method} means {meant}",
-                    f"remove the override of {path}; is_correction.* sets the method's values")
-
-
-def _check_ais(config: DictConfig, correction: CorrectionSettings, asked: str) -> None:
-    ais_config(correction)
-    estimator = get(config, "algorithm.adv_estimator")
-    if str(estimator) not in GRPO_FAMILY:
-        _refuse(asked, config, "algorithm.adv_estimator", f"; AIS is tested with {', '.join(GRPO_FAMILY)}", "set algorithm.adv_estimator=grpo")
-    if get(config, "distillation.enabled", False) and not get(config, "distillation.distillation_loss.use_task_rewards", True):
-        path = "distillation.distillation_loss.use_task_rewards"
-        _refuse(asked, config, path, ": the loss reads no advantages", f"set {path}=true, or remove is_correction")
-    node = OmegaConf.to_container(config.algorithm.get("rollout_correction") or OmegaConf.create(), resolve=True)
-    if node.get("rollout_rs") is not None:
-        try:
-            try_rollout_correction(node)
-        except (TypeError, ValueError) as error:
-            found = f"rollout_rs={node['rollout_rs']}, rollout_rs_threshold={node.get('rollout_rs_threshold')} ({error})"
-            fix = "correct algorithm.rollout_correction.rollout_rs or rollout_rs_threshold"
-            raise ConfigError(f"{asked} with rejection sampling", found, fix) from error
-    if correction.scope == "mini_batch":
-        asked, actor = "is_correction.scope=mini_batch", "actor_rollout_ref.actor"
-        fix = "set is_correction.scope=batch"
-        if get(config, f"{actor}.shuffle", False) and number(config, f"{actor}.ppo_epochs", 1) > 1:
-            _refuse(asked, config, f"{actor}.shuffle", ": each of several ppo_epochs forms other mini-batches of the same rows",
-                    f"set {actor}.shuffle=false or ppo_epochs=1, or {fix}")
-        if number(config, "trainer.critic_warmup", 0) > 0:
-            _refuse(asked, config, "trainer.critic_warmup", ": batches that the actor never cuts",
-                    f"set trainer.critic_warmup=0, or {fix}")
-
-
-def _check_dump(config: DictConfig, correction: CorrectionSettings) -> None:
-    check_folder(Path(correction.dump.folder), run_of(config), resumed=checkpoint.resumed(config.trainer) is not None)
-
-
-def _check_support(config: DictConfig, correction: CorrectionSettings, asked: str) -> None:
-    """Log-probs of trainer and rollout must be of one distribution over one support."""
-    base = "actor_rollout_ref.rollout"
-    mode = get(config, f"{base}.logprobs_mode", "processed_logprobs")
-    if mode != "processed_logprobs":
-        _refuse(asked, config, f"{base}.logprobs_mode", "; the trainer's are at the sampling temperature",
-                f"set {base}.logprobs_mode=processed_logprobs")
-    if not get(config, f"{base}.do_sample", True) or number(config, f"{base}.temperature", 1.0) <= 0:
-        greedy = f"{base}.do_sample" if not get(config, f"{base}.do_sample", True) else f"{base}.temperature"
-        _refuse(asked, config, greedy, ": greedy answers are no samples of the policy", f"set {base}.do_sample=true and temperature=1")
-    if get(config, f"{base}.repetition_penalty", 1.0) != 1.0:
-        _refuse(asked, config, f"{base}.repetition_penalty", ": the trainer applies none", f"set {base}.repetition_penalty=1.0")
-    if correction.allow_truncated_support:
-        return
-    fix = "switch it off, or set is_correction.allow_truncated_support=true"
-    if number(config, f"{base}.top_p", 1.0) < 1.0:
-        _refuse(asked, config, f"{base}.top_p", ": the rollout samples from a smaller support than the trainer's", f"set {base}.top_p=1, or {fix}")
-    if get(config, f"{base}.top_k", -1) not in (-1, 0):
-        _refuse(asked, config, f"{base}.top_k", ": the rollout samples from a smaller support than the trainer's", f"set {base}.top_k=-1, or {fix}")
-    path = f"{base}.engine_kwargs.vllm.override_generation_config.min_p"
-    if number(config, path, 0.0) > 0:
-        _refuse(asked, config, path, ": the rollout samples from a smaller support than the trainer's", f"remove it, or {fix}")
+            refuse(asked, config, path, ", which replaces operations the exact mode defines", f"set {path}=false")

@@ -17,7 +17,7 @@ from packaging.version import Version
 import verl_fp8
 from tests.contract.driver import SWITCHES, compose
 from tests.contract.wheels import unpacked
-from verl_fp8 import contract, contract_megatron, validate
+from verl_fp8 import contract, contract_megatron, fields, validate, validate_correction
 from verl_fp8.config import CheckedFSDPActorConfig, Fp8EngineConfig, Fp8RolloutConfig, ModelConfig
 from verl_fp8.contract import SYMBOLS, Symbol, check, require, require_versions
 from verl_fp8.errors import ContractError
@@ -142,17 +142,20 @@ def test_the_table_holds_at_the_floor_of_the_claimed_range(pytestconfig, keys_re
 @pytest.fixture(scope="session")
 def keys_read(tiny_model) -> set[str]:
     """The configuration paths that ``validate_run`` reads on a run with both switches on, verl's own ones."""
-    read, original = set(), validate.get
+    read, original = set(), fields.get
 
     def recording(config, path, default=None):
         read.add(path)
         return original(config, path, default)
 
-    validate.get = recording
+    readers = (fields, validate, validate_correction)
+    for module in readers:
+        module.get = recording
     try:
         validate.validate_run(compose(*SWITCHES, f"actor_rollout_ref.model.path={tiny_model}"))
     finally:
-        validate.get = original
+        for module in readers:
+            module.get = original
     return {path for path in read if not FREE.search(path)}
 
 
