@@ -106,7 +106,8 @@ def test_a_nan_names_the_layer_and_the_step(handle, bad, transport):
     names = [f"model.layers.{i}.mlp.up_proj.weight" for i in range(5)] + ["model.norm.weight"]
     values = {name: torch.ones(128, 128) for name in names}
     values[bad][5, 6] = float("nan")
-    stream = outgoing(values.items(), Fp8Settings.parse({"weight_sync": transport}), [n.removesuffix(".weight") for n in names[:5]])
+    layers = [name.removesuffix(".weight") for name in names[:5]]
+    stream = outgoing(values.items(), Fp8Settings.parse({"weight_sync": transport}), layers)
     arrived = []
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         task = pool.submit(receive, handle, lambda bucket, is_last: arrived.append(bucket))

@@ -1,4 +1,4 @@
-"""What killed processes leave in /dev/shm and the temporary folder: found while they live, removed when they are dead."""
+"""What killed processes leave in /dev/shm and the temporary folder: noted while they live, removed when they are dead."""
 
 import os
 import signal
@@ -81,7 +81,8 @@ class Server:
         self.segment = shared_memory.SharedMemory(create=True, size=4096)
         self.socket = zmq.Context().socket(zmq.ROUTER)
         self.socket.bind("ipc:///tmp/" + os.urandom(8).hex())
-        return "/dev/shm/" + self.segment.name, self.socket.last_endpoint.decode().rstrip("\\0")[len("ipc://"):], os.getpid()
+        path = self.socket.last_endpoint.decode().rstrip("\\0")[len("ipc://"):]
+        return "/dev/shm/" + self.segment.name, path, os.getpid()
 
     def serve(self):
         time.sleep(60)
@@ -104,7 +105,7 @@ if sys.argv[1] != "end":
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "error"), [("end", None), ("ctrl-c", "KeyboardInterrupt"), ("killed", "ActorDiedError")])
 def test_nothing_of_a_local_ray_is_left(how, error):
-    """A real Ray and an actor with a segment and a socket: gone after a good end, after Ctrl-C, and if the actor died first."""
+    """A real Ray and an actor with a segment and a socket: gone after a good end, Ctrl-C, or the actor's own death."""
     run = subprocess.run([sys.executable, "-c", DRIVER, how], capture_output=True, text=True, timeout=120)
     paths = run.stdout.splitlines()[0].split()
     assert len(paths) == 2 and not [path for path in paths if os.path.exists(path)]
