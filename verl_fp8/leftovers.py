@@ -40,7 +40,8 @@ def watch() -> None:
 def _look(paths: set[str]) -> None:
     while True:
         time.sleep(LOOK_SECONDS)
-        paths |= opened(psutil.Process().children(recursive=True))
+        with contextlib.suppress(psutil.Error):  # a process may end while the tree is walked
+            paths |= opened(psutil.Process().children(recursive=True))
 
 
 def _at_exit(paths: set[str]) -> None:
