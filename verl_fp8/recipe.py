@@ -49,8 +49,8 @@ class Recipe:
     """The arithmetic of one FP8 run; see the numerics contract in :mod:`verl_fp8.numerics`.
 
     Attributes:
-        weight_block: (rows, columns) of a weight [out, in] that share a scale; (1, WHOLE) is one scale an output channel,
-            (WHOLE, WHOLE) one a tensor.
+        weight_block: (rows, columns) of a weight [out, in] that share a scale; (1, WHOLE) is one scale an output
+            channel, (WHOLE, WHOLE) one a tensor.
         activation_block: (1, n): n values along the contracted dimension of an activation share a scale; with weights
             whole along it (1, WHOLE), one scale a token, or (WHOLE, WHOLE), one for all tokens of a forward pass.
         gradient_block: (1, n), the same for output gradients.
@@ -108,8 +108,12 @@ class Recipe:
     @property
     def granularity(self) -> str:
         """For people: ``weights 128x128, activations 1x128``, ``weights per tensor, activations per token``."""
-        sides = (("weights", self.weights, self.weight_block), ("activations", self.activations, self.activation_block))
-        return ", ".join(f"{side} {f'per {name}' if WHOLE in block else f'{block[0]}x{block[1]}'}" for side, name, block in sides)
+
+        def shown(name: str, block: tuple[int, int]) -> str:
+            return f"per {name}" if WHOLE in block else f"{block[0]}x{block[1]}"
+
+        weights, activations = shown(self.weights, self.weight_block), shown(self.activations, self.activation_block)
+        return f"weights {weights}, activations {activations}"
 
     def to_dict(self) -> dict:
         """Plain values only (blocks as lists), so that it survives JSON, YAML and Hydra unchanged."""

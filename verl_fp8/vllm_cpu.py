@@ -183,10 +183,13 @@ def reference_config() -> type:
             layer.logical_widths, layer.weight_block_size = output_partition_sizes, list(self.recipe.weight_block)
             codes = torch.empty(rows, input_size_per_partition, dtype=torch.float8_e4m3fn)
             layer.register_parameter("weight", ModelWeightParameter(data=codes, input_dim=1, output_dim=0, weight_loader=loader))
+            # vLLM builds its models with bfloat16 as the default dtype.
             if self.recipe.weights == "tensor":
-                scale = PerTensorScaleParameter(data=torch.ones(len(output_partition_sizes), 1), weight_loader=loader)
+                scales = torch.ones(len(output_partition_sizes), 1, dtype=torch.float32)
+                scale = PerTensorScaleParameter(data=scales, weight_loader=loader)
             else:
-                scale = ChannelQuantScaleParameter(data=torch.ones(rows, 1), output_dim=0, weight_loader=loader)
+                scales = torch.ones(rows, 1, dtype=torch.float32)
+                scale = ChannelQuantScaleParameter(data=scales, output_dim=0, weight_loader=loader)
             layer.register_parameter("weight_scale_inv", scale)
 
         def process_weights_after_loading(self, layer):
