@@ -1,4 +1,4 @@
-"""The parts that start vLLM and trainers, on SmolLM2-135M as the quickstart prepares it (``runs/smollm2``)."""
+"""The parts that start vLLM, trainers and whole runs, on SmolLM2-135M as the quickstart prepares it (``runs/smollm2``)."""
 
 import json
 import os
@@ -86,10 +86,32 @@ def trainer() -> list[Result]:
     ]
 
 
+def _train(steps: int, *overrides: str, model: Path = MODEL, **environment: str) -> tuple[list[dict], str]:
+    """(metrics of every step, the end of the log) of a run of the quickstart's configuration."""
+    with tempfile.TemporaryDirectory(prefix="verl_fp8_benchmark_") as folder:
+        data, metrics = model.parent / "data", Path(folder) / "metrics.jsonl"
+        command = [
+            sys.executable, "-m", "verl.trainer.main_ppo", "--config-dir", str(ROOT / "recipes"), "--config-name", "quickstart",
+            f"hydra.run.dir={folder}/hydra", f"actor_rollout_ref.model.path={model}", f"data.train_files={data}/train.parquet",
+            f"data.val_files={data}/val.parquet", f"reward.custom_reward_function.path={ROOT}/recipes/reward.py",
+            f"trainer.default_local_dir={folder}/checkpoints", f"trainer.total_training_steps={steps}", *overrides,
+        ]  # fmt: skip
+        env = {**ENVIRONMENT, "VERL_PLATFORM": "cpu", "VERL_FILE_LOGGER_PATH": str(metrics), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "HYDRA_FULL_ERROR": "1", **environment}
+        with open(f"{folder}/log", "w+") as log:
+            try:
+                subprocess.run(command, env=env, stdout=log, stderr=subprocess.STDOUT, timeout=900, check=False)
+            except subprocess.TimeoutExpired:
+                log.write("no end within 900 s")
+            log.seek(0)
+            end = log.read()[-6000:]
+        rows = [json.loads(line)["data"] for line in metrics.read_text().splitlines()] if metrics.exists() else []
+        return rows, end
+
+
 def sync() -> list[Result]:
     """Wall time of one weight sync over verl's shared-memory transport, sender and vLLM in one process; three ways in turns.
 
-    A whole run has it as timing_s/update_weights, once a step.
+    In a whole run verl's timing_s/update_weights says the same, but three of them an hour are no measurement.
     """
     kinds = ("fp8", "stock", "bf16")
     found = _in_turns("sync", 7, kinds)
@@ -98,3 +120,22 @@ def sync() -> list[Result]:
         Result("wall time of the sync, SmolLM2", "stock verl, quantization=fp8", _median(found, "fp8") / _median(found, "stock"), target=0.5, detail=note, figures=found),
         Result("wall time of the sync, SmolLM2", "stock verl, bf16 rollout", _median(found, "fp8") / _median(found, "bf16")),
     ]
+
+
+def step() -> list[Result]:
+    """A whole step without a switch, the package's entry point loaded or not; the CPU platform is needed by both.
+
+    Runs in turns on the tiny model, whose steps are short: what the package might add weighs most there.
+    """
+    tiny = MODEL.parents[1] / "tiny/model"
+    off = {"VERL_USE_EXTERNAL_PLUGINS": "none", "VERL_USE_EXTERNAL_MODULES": "verl_fp8.cpu"}
+    times: list[list[float]] = [[], []]
+    for turn in range(2):
+        rows, end = _train(6, model=tiny, **(off if turn % 2 else {}))
+        if len(rows) < 6:
+            raise SystemExit(f"a run without a switch failed:\n{end}")
+        times[turn % 2] += [row["timing_s/step"] for row in rows[2:]]
+    value = statistics.median(times[0]) / statistics.median(times[1])
+    spread = (statistics.quantiles(times[1], n=4)[2] - statistics.quantiles(times[1], n=4)[0]) / statistics.median(times[1])
+    detail = f"quartiles of stock's own steps lie {spread:.0%} of the median apart"
+    return [Result("whole step, no switch", "stock verl", value, target=1 + spread, detail=detail, figures={"with_s": times[0], "without_s": times[1]})]

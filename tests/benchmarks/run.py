@@ -4,7 +4,7 @@
 
 Each part times the package and what it is compared with in turns and takes the ratio of the medians, so that a machine's other
 load falls on both. Absolute times do not carry over from machine to machine. Without names the parts of ``kernels.py`` run (two
-minutes); those of ``processes.py``, which start vLLM and trainers on SmolLM2, must be named or asked for by ``--all``.
+minutes); those of ``processes.py``, which start vLLM, trainers and whole runs on SmolLM2, must be named or asked for by ``--all``.
 """
 
 import argparse
@@ -41,6 +41,7 @@ LONG: dict[str, Callable[[], list[Result]]] = {
     "rollout": processes.rollout,
     "trainer": processes.trainer,
     "sync": processes.sync,
+    "step": processes.step,
 }
 
 
