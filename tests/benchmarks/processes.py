@@ -130,9 +130,9 @@ def step() -> list[Result]:
     tiny = MODEL.parents[1] / "tiny/model"
     off = {"VERL_USE_EXTERNAL_PLUGINS": "none", "VERL_USE_EXTERNAL_MODULES": "verl_fp8.cpu"}
     times: list[list[float]] = [[], []]
-    for turn in range(2):
-        rows, end = _train(6, model=tiny, **(off if turn % 2 else {}))
-        if len(rows) < 6:
+    for turn in range(4):
+        rows, end = _train(10, model=tiny, **(off if turn % 2 else {}))
+        if len(rows) < 10:
             raise SystemExit(f"a run without a switch failed:\n{end}")
         times[turn % 2] += [row["timing_s/step"] for row in rows[2:]]
     value = statistics.median(times[0]) / statistics.median(times[1])

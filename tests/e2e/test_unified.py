@@ -1,10 +1,12 @@
 """Both switches through stock verl, Ray and vLLM: two FSDP workers, rollout TP 2, tied embeddings, resume, exact mode."""
 
 import json
+import os
 
 import pytest
 
 from verl_fp8.checkpoint import RECIPE_FILE
+from verl_fp8.leftovers import opened
 
 pytestmark = pytest.mark.e2e
 
@@ -67,14 +69,23 @@ def test_ais_acts_and_says_so(first):
     assert 1.0 in first.metric("ais/active")
 
 
-def test_resume_with_the_same_recipe(first, train, model, folder):
-    """The saved run goes on at step 4; its recipe is stored as it resolved (another one is refused on the driver)."""
+def test_a_dead_rank_ends_the_resumed_run(first, running, model, folder):
+    """The saved run goes on at step 4; then one of the two trainers is killed: an error that says so within 60 s, and
+    neither the other trainer nor a vLLM worker is left waiting."""
     assert first.code == 0
     saved = json.loads((folder / "checkpoints" / "global_step_3" / "actor" / RECIPE_FILE).read_text())
     assert saved["recipe"]["scale_format"] == "fp32" and len(saved["layers"]) == 14
-    run = train(model, folder, *SWITCHES, *TWO, "trainer.total_training_steps=4")
-    assert run.code == 0, run.log[-3000:]
-    assert run.metric("training/global_step") == [4]
+    with running(model, folder, *SWITCHES, *TWO, "trainer.total_training_steps=400", "trainer.save_freq=-1") as run:
+        run.wait_for_steps(1)
+        assert run.steps[0]["training/global_step"] == 4
+        paths = opened(run.processes())
+        ranks = run.processes("ray::WorkerDict")
+        assert len(ranks) == 2
+        ranks[1].kill()
+        assert run.process.wait(timeout=60) != 0
+        assert "ActorDiedError" in run.log and "WorkerDict" in run.log
+        assert not run.wait_for_processes(30)
+        assert not [path for path in paths if os.path.exists(path)]
 
 
 def test_exact_mode_has_no_mismatch(train, tiny_model, tmp_path):
