@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 STARTS_RAY = {"test_stage.py", "test_doctor.py", "test_adapter.py"}
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With ``-n 2 --dist loadgroup`` a file stays on one worker; whatever starts Ray or fills /dev/shm stays together and comes first.
 
