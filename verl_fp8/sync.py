@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from verl_fp8.checksum import checksum
 from verl_fp8.errors import DataError, SyncError
-from verl_fp8.numerics import QuantizedTensor, checksum, quantize
+from verl_fp8.numerics import QuantizedTensor, quantize
 from verl_fp8.recipe import WHOLE, digest_of_layers
 from verl_fp8.settings import Fp8Settings
 

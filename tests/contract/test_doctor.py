@@ -269,10 +269,9 @@ print(json.dumps({"findings": [asdict(f) for f in findings], "places": list(plac
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "auto"])
-def test_a_cluster_that_does_not_answer_is_a_finding(address):
-    """An address without a cluster, and none to be found: exit 1 with the way out."""
-    answer = doctor("--ray", address, code=1, RAY_ADDRESS="")
+def test_a_cluster_that_does_not_answer_is_a_finding():
+    """An address without a cluster: exit 1 with the way out."""
+    answer = doctor("--ray", "127.0.0.1:1", code=1, RAY_ADDRESS="")
     assert "ray start" in by(answer["findings"], FAIL)["Ray"]["fix"]
 
 

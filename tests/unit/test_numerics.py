@@ -19,7 +19,6 @@ from verl_fp8.numerics import (
     Fp8LinearFunction,
     QuantizedTensor,
     amax_bits,
-    checksum,
     fp8_linear_forward,
     gemm,
     quantize,
@@ -451,28 +450,6 @@ def test_backward_takes_expanded_gradients():
     Fp8LinearFunction.apply(leaf, w, recipe()).sum().backward()
     expected = gradients(x, w, torch.ones(24, 40, dtype=x.dtype), recipe())[1]
     assert torch.equal(leaf.grad, expected)
-
-
-# -- checksum ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [*INTEGERS, torch.float8_e4m3fn, torch.int64, torch.bool])
-def test_checksum_sees_every_bit(dtype):
-    """One changed element, another dtype or another shape changes it; strides do not."""
-    t = torch.zeros(6, 8, dtype=dtype)
-    other = t.clone()
-    other[3, 4] = 1
-    seen = {checksum(v) for v in (t, other, t.reshape(8, 6), t.view(torch.uint8)[:, :8])}
-    assert len(seen) == 4
-    assert checksum(other.t().contiguous().t()) == checksum(other)
-    assert checksum(other[:, ::2]) == checksum(other[:, ::2].clone())
-    assert len(checksum(torch.empty(0, dtype=dtype))) == 32
-    assert len(checksum(torch.zeros((), dtype=dtype))) == 32
-
-
-def test_checksum_tells_negative_zero():
-    """Bits, not values."""
-    assert checksum(torch.tensor([0.0])) != checksum(torch.tensor([-0.0]))
 
 
 @pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
