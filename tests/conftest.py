@@ -28,20 +28,28 @@ ROOT = Path(__file__).resolve().parents[1]
 STARTS_RAY = {"test_adapter.py", "test_doctor.py", "test_leftovers.py", "test_stage.py"}
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
+def _starts_ray(nodeid: str) -> bool:
+    path = nodeid.partition("::")[0]
+    return path.startswith("tests/e2e/") or path.rpartition("/")[2] in STARTS_RAY
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With ``-n 2 --dist loadgroup`` a file stays on one worker; whatever starts Ray or fills /dev/shm stays together and comes first.
+    """What starts Ray comes first: left for the end, it would be all that is still waited for."""
+    items.sort(key=lambda item: not _starts_ray(item.nodeid))
 
-    Two training runs at once would share the sockets verl names after the job and the two cores; started last, they would
-    be all that is left to wait for.
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """With ``-n 2`` a file stays on one worker, and all that starts Ray or fills /dev/shm on one and the same.
+
+    Two training runs at once would share the sockets verl names after the job, and the two cores.
     """
+    from xdist.scheduler import LoadScopeScheduling
 
-    def alone(item: pytest.Item) -> bool:
-        return item.get_closest_marker("e2e") is not None or item.path.name in STARTS_RAY
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "ray" if _starts_ray(nodeid) else nodeid.partition("::")[0]
 
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("ray" if alone(item) else item.path.stem))
-    items.sort(key=lambda item: not alone(item))
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session")
