@@ -44,7 +44,7 @@ def layer_of(name: str) -> str:
 def quantize_weight(weight: torch.Tensor, settings: Fp8Settings):
     """The weight as the trainer's forward quantises it: from bf16, by the recipe; on a GPU in one pass, to the same bits."""
     recipe, function = settings.recipe, quantize
-    if weight.device.type == "cuda":
+    if weight.is_cuda:
         from verl_fp8 import triton_quant
 
         function = triton_quant.quantize

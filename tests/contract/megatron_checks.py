@@ -19,7 +19,7 @@ import traceback
 import te_host
 import torch
 
-from verl_fp8 import megatron
+from verl_fp8 import megatron, numerics, triton_quant
 from verl_fp8.errors import ConfigError, ContractError
 from verl_fp8.recipe import Recipe
 from verl_fp8.settings import Fp8Settings
@@ -280,6 +280,8 @@ def on_one_rank_without_a_gpu() -> None:
     from megatron.core.tensor_parallel import random
 
     random._get_cuda_rng_state, random._set_cuda_rng_state = lambda *_, **__: torch.get_rng_state(), lambda *_, **__: None
+    # The same bits (tests/unit/triton_interpreted.py); Triton itself finds no card.
+    triton_quant.quantize = numerics.quantize
     OnCPU().__enter__()
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "VERL_ENGINE_DEVICE": "cuda"}
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
