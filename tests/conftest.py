@@ -25,7 +25,7 @@ import hypothesis  # noqa: E402, F401
 import pytest  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
-STARTS_RAY = {"test_adapter.py", "test_doctor.py", "test_leftovers.py"}
+STARTS_RAY = {"test_adapter.py", "test_doctor.py", "test_leftovers.py", "test_stage.py"}
 
 
 def _starts_ray(nodeid: str) -> bool:
