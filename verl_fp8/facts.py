@@ -49,8 +49,8 @@ PREFIXES = (
     "LD_PRELOAD",
 )
 _SECRET = re.compile("TOKEN|KEY|SECRET|PASS|CREDENTIAL", re.IGNORECASE)
-# Python's multiprocessing.shared_memory, and verl's weight sync (bucketed_weight_transfer.py).
-_SEGMENTS = re.compile(r"psm_[0-9a-f]+|verl_(?:fp8_)?weights_[0-9a-f]+")
+# Python's multiprocessing.shared_memory, verl's and this package's weight sync, vLLM's tensor parallelism on CPU.
+SEGMENTS = re.compile(r"psm_[0-9a-f]+|verl_(?:fp8_)?weights_[0-9a-f]+|vllm_dist_[\w:\[\]-]+")
 # verl's weight sync, both ends.
 _SOCKETS = "/tmp/rl-colocate-zmq-*.sock"
 
@@ -84,7 +84,7 @@ def shared_memory() -> dict:
         return {"size": None, "free": None, "stale": {}, "sockets": []}
     stat = os.statvfs("/dev/shm")
     # A process may be about to map a segment that it has just created.
-    names = [n for n in os.listdir("/dev/shm") if _SEGMENTS.fullmatch(n) and _older("/dev/shm/" + n, 60)]
+    names = [n for n in os.listdir("/dev/shm") if SEGMENTS.fullmatch(n) and _older("/dev/shm/" + n, 60)]
     mapped = _mapped()
     with open("/proc/net/unix") as file:
         listening = file.read()

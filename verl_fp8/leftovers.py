@@ -22,8 +22,9 @@ from pathlib import Path
 
 import psutil
 
-# Python's multiprocessing.shared_memory, verl's and this package's weight sync, vLLM's tensor parallelism on CPU.
-SEGMENTS = re.compile(r"/dev/shm/(?:psm_[0-9a-f]+|verl_(?:fp8_)?weights_[0-9a-f]+|vllm_dist_[\w:\[\]-]+)$", re.MULTILINE)
+from verl_fp8.facts import SEGMENTS
+
+_MAPPED = re.compile(rf"/dev/shm/(?:{SEGMENTS.pattern})$", re.MULTILINE)
 # Between two looks; a process that dies by itself leaves what it had opened before the last one.
 LOOK_SECONDS = 5.0
 PATIENCE_SECONDS = 20.0
@@ -60,7 +61,7 @@ def opened(processes: Iterable[psutil.Process]) -> set[str]:
     for process in processes:
         # Processes end while they are looked at, and some are another user's.
         with contextlib.suppress(OSError):
-            found |= set(SEGMENTS.findall(Path(f"/proc/{process.pid}/maps").read_text()))
+            found |= set(_MAPPED.findall(Path(f"/proc/{process.pid}/maps").read_text()))
         with contextlib.suppress(psutil.Error, OSError):
             found |= {c.laddr for c in process.net_connections(kind="unix") if _ours(c.laddr)}
     return found

@@ -47,6 +47,7 @@ def of(*used_by: str) -> Any:
 _config, _check, _engine, _cpu, _stage = (of(name) for name in ("config", "check", "engine", "cpu", "stage"))
 _adapter, _rollout, _vllm_cpu, _exact = (of(name) for name in ("adapter", "rollout", "vllm_cpu", "exact_vllm"))
 _corrections, _replay, _moe = of("corrections"), of("replay"), of("vllm_moe_cpu")
+_kernel = of("vllm_cpu", "vllm_gpu")
 _vllm_gpu, _moe_gpu, _certify = of("vllm_gpu"), of("vllm_moe_gpu"), of("certify_rollout")
 _FSDP = "verl.workers.engine.fsdp.transformer_impl.FSDPEngineWithLMHead"
 _TRAINER = "verl.trainer.ppo.v1.trainer_base.PPOTrainer"
@@ -181,12 +182,12 @@ SYMBOLS: tuple[Symbol, ...] = (
               "remove_weight"),
     _vllm_cpu("vllm.config.get_current_vllm_config", "finds the fp8 node"),
     _vllm_cpu("vllm.platforms.current_platform.is_cpu", "where the kernel serves"),
-    _vllm_cpu(_KERNEL, "base class", "config"),
-    _vllm_cpu(f"{_KERNEL}.is_supported", "overridden", "compute_capability"),
-    _vllm_cpu(f"{_KERNEL}.can_implement", "overridden", "config"),
-    _vllm_cpu(f"{_KERNEL}.process_weights_after_loading", "overridden: keeps the parameters", "layer"),
-    _vllm_cpu(f"{_KERNEL}.apply_weights", "overridden: the product", "layer", "x", "bias"),
-    _vllm_cpu(f"{_KERNEL}.apply_block_scaled_mm", "abstract", "A", "B", "As", "Bs"),
+    _kernel(_KERNEL, "base class", "config"),
+    _kernel(f"{_KERNEL}.is_supported", "overridden", "compute_capability"),
+    _kernel(f"{_KERNEL}.can_implement", "overridden", "config"),
+    _kernel(f"{_KERNEL}.process_weights_after_loading", "overridden: keeps the parameters", "layer"),
+    _kernel(f"{_KERNEL}.apply_weights", "overridden: the product", "layer", "x", "bias"),
+    _kernel(f"{_KERNEL}.apply_block_scaled_mm", "abstract", "A", "B", "As", "Bs"),
     _vllm_cpu("vllm.config.get_current_vllm_config_or_none", "finds the fp8 node"),
     _vllm_cpu(f"{_LAYERS}.vocab_parallel_embedding.VocabParallelEmbedding", "recognises the output head", bare=True),
     _vllm_cpu(f"{_LAYERS}.quantization.QUANTIZATION_METHODS", "asks whether the method is there", bare=True),
@@ -223,12 +224,6 @@ SYMBOLS: tuple[Symbol, ...] = (
               bare=True),
     _vllm_gpu("vllm.model_executor.layers.quantization.utils.fp8_utils.requant_weight_ue8m0_inplace",
               "wrapped: keeps power-of-two scales", "weight", "weight_scale", "block_size"),
-    _vllm_gpu(_KERNEL, "base class", "config"),
-    _vllm_gpu(f"{_KERNEL}.is_supported", "overridden", "compute_capability"),
-    _vllm_gpu(f"{_KERNEL}.can_implement", "overridden", "config"),
-    _vllm_gpu(f"{_KERNEL}.process_weights_after_loading", "overridden: keeps the parameters", "layer"),
-    _vllm_gpu(f"{_KERNEL}.apply_weights", "overridden: the product", "layer", "x", "bias"),
-    _vllm_gpu(f"{_KERNEL}.apply_block_scaled_mm", "abstract", "A", "B", "As", "Bs"),
     # vLLM's experts on a GPU.
     *(
         _moe_gpu(f"{_MOE}.{module}.per_token_group_quant_fp8", "wrapped: experts' activations", "x", "group_size", "eps",

@@ -10,11 +10,9 @@ the core checks alone; prints one JSON object, check -> "ok" or what went wrong.
 
 import contextlib
 import dataclasses
-import inspect
 import json
 import os
 import sys
-import traceback
 
 import te_host
 import torch
@@ -292,12 +290,4 @@ if __name__ == "__main__":
     sys.path[:0] = sys.argv[3:]
     MODELS += json.loads(sys.argv[2])
     on_one_rank_without_a_gpu()
-    results = {}
-    for name, check in list(globals().items()):
-        if name.startswith("check_core" if not MODELS else "check_") and inspect.isfunction(check):
-            try:
-                check()
-                results[name] = "ok"
-            except BaseException:
-                results[name] = traceback.format_exc()
-    print(json.dumps(results))
+    te_host.run(globals(), "check_" if MODELS else "check_core")

@@ -11,6 +11,7 @@ Run as a script: ``python te_host.py WHEEL_FOLDER``; prints one JSON object, che
 
 import enum
 import importlib.machinery
+import inspect
 import json
 import os
 import sys
@@ -181,17 +182,22 @@ def load(folder: str):
     return transformer_engine.pytorch
 
 
-if __name__ == "__main__":
-    load(sys.argv[1])
-    sys.modules["te_host"] = sys.modules["__main__"]
-    import te_checks
-
+def run(namespace: dict, prefix: str) -> None:
+    """Run every function of a module whose name starts so, and print name -> ``ok`` or the traceback, as JSON."""
     results = {}
-    for name, check in vars(te_checks).items():
-        if name.startswith("check_"):
+    for name, check in list(namespace.items()):
+        if name.startswith(prefix) and inspect.isfunction(check):
             try:
                 check()
                 results[name] = "ok"
             except BaseException:
                 results[name] = traceback.format_exc()
     print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    load(sys.argv[1])
+    sys.modules["te_host"] = sys.modules["__main__"]
+    import te_checks
+
+    run(vars(te_checks), "check_")
