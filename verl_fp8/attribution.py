@@ -120,8 +120,8 @@ def attribute(model: nn.Module, ids: torch.Tensor, start: int, *, fp8: bool) -> 
         fp8: whether it has FP8 layers.
 
     Returns:
-        ``tokens``, ``layers``, ``all`` (every ordinary cause at once) and ``causes``: name -> meaning, ``alone`` and, of ordinary
-        causes, ``without``. Each of these holds mean, max and k3 of the log-prob differences, ``stream`` (relative difference after
+        ``tokens``, ``layers``, ``all`` (every ordinary cause at once) and ``causes``: name -> meaning, ``acts`` (whether it changes
+        any bit on this machine, whose kernels may not reach a rounding), ``alone`` and, of ordinary causes, ``without``. Each of these holds mean, max and k3 of the log-prob differences, ``stream`` (relative difference after
         each layer), ``starts`` (first layer with a difference, None without) and ``grows`` (layer that adds most).
     """
     listed = causes(fp8=fp8)
@@ -145,7 +145,8 @@ def attribute(model: nn.Module, ids: torch.Tensor, start: int, *, fp8: bool) -> 
 
     table = {}
     for cause in listed:
-        table[cause.name] = {"meaning": cause.meaning, "alone": measure([cause])}
+        alone = measure([cause])
+        table[cause.name] = {"meaning": cause.meaning, "alone": alone, "acts": alone["max"] > 0 or any(alone["stream"])}
         if cause.ordinary:
             table[cause.name]["without"] = measure(c for c in ordinary if c is not cause)
     return {
@@ -272,7 +273,9 @@ def text(found: dict[str, Any]) -> str:
     widths = [max(len(row[i]) for row in cells) for i in range(len(HEADER))]
     lines = ["  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))) for row in cells]
     head = f"{found['tokens']} sampled tokens, {found['layers']} layers, log-prob differences from the exact forward ({found['seconds']:.0f} s)"
-    return "\n".join([head, *lines])
+    still = ", ".join(name for name, row in found["causes"].items() if not row["acts"])
+    tail = [f"no bit changed on this machine, which says nothing about another: {still}"] if still else []
+    return "\n".join([head, *lines, *tail])
 
 
 def attribution_page(found: dict[str, Any]) -> str:

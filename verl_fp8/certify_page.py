@@ -52,6 +52,13 @@ def _start(found: dict[str, Any]) -> str:
     return f"{points['starts']} (relative difference {points['curve'][points['starts']]:.2g}; {last:.2g} at the end)"
 
 
+def _still(found: dict[str, Any]) -> str:
+    """A line on links and noise that changed no bit, or nothing."""
+    rows = {link["name"]: link for link in found["links"]} | found["noise"]
+    still = ", ".join(name for name, row in rows.items() if row["max"] == 0)
+    return f"\nno bit changed on this machine, which says nothing about another: {still}" if still else ""
+
+
 def _table(header: list[str], rows: list[list[str]]) -> str:
     cells = [header, *rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
@@ -84,7 +91,8 @@ def certify_text(found: dict[str, Any]) -> str:
             _facts(found),
             _table(_HEADER, [*_link_rows(found), *_noise_rows(found)]),
             f"weights: {weights['differ']} of {weights['tensors']} tensors held by vLLM with other bytes {' '.join(weights['examples'])}".rstrip()
-            + f"\nthe difference starts at: {_start(found)}",
+            + f"\nthe difference starts at: {_start(found)}"
+            + _still(found),
             _table(_BANDS, _judgement_rows(found)),
             f"{found['verdict']} ({found['seconds']:.0f} s)",
         ]

@@ -7,12 +7,12 @@ import torch
 import transformers
 
 from verl_fp8.attribution import attribute, attribution_page, compare, relative, rows, text, trace
-from verl_fp8.exact_hf import make_exact
+from verl_fp8.exact_hf import ExactDense, make_exact
 from verl_fp8.linear import ReferenceFp8Linear, convert_linears
 from verl_fp8.numerics import quantize
 from verl_fp8.points import order, recording
 from verl_fp8.recipe import LayerFilter, Recipe
-from verl_fp8.variants import causes, contract_quantizer, to_codes, vllm_quantizer
+from verl_fp8.variants import CodesLinear, causes, contract_quantizer, to_codes, vllm_quantizer
 
 RECIPE = Recipe(weight_block=(64, 64), activation_block=(1, 64), gradient_block=(1, 64))
 IDS = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(1))
@@ -63,8 +63,35 @@ def test_a_cause_acts_and_leaves_no_trace(exact_model):
         ids = MANY if cause.name == "weight scales" else IDS
         with cause.apply(built):
             changed = trace(built, ids, START)
-        assert not same(baselines[ids], changed), cause.name
+        # Whether the platform's GEMM reaches a rounding on these tokens depends on the processor: the next test.
+        assert cause.name == "gemm order" or not same(baselines[ids], changed), cause.name
         assert same(baselines[ids], trace(built, ids, START)), cause.name
+
+
+def test_gemm_order_is_another_product_in_every_layer(exact_model):
+    """Every linear layer but the head leaves float64 inside the context, and is back after it.
+
+    Bits are no measure here: where two float32 sums differ, the rounding to bf16 hides it on some processors for all tokens."""
+    built, fp8 = exact_model
+    head = built.get_output_embeddings()
+    linears = [m for m in built.modules() if isinstance(m, torch.nn.Linear) and m is not head]
+
+    def products() -> set:
+        return {(type(m), getattr(m, "accumulate", None)) for m in linears}
+
+    wide = products()
+    with next(c for c in causes(fp8=fp8) if c.name == "gemm order").apply(built):
+        assert products() == ({(CodesLinear, torch.float32)} if fp8 else {(torch.nn.Linear, None)})
+    assert products() == wide == ({(CodesLinear, torch.float64)} if fp8 else {(ExactDense, None)})
+
+
+def test_a_cause_that_changes_no_bit_is_said(exact_model):
+    """The table marks it and the text names it: it can't be acted on this machine, which says nothing about another."""
+    built, fp8 = exact_model
+    found = attribute(built, IDS, START, fp8=fp8) | {"seconds": 1.0}
+    assert not found["causes"]["batch shape"]["acts"] and found["causes"]["attention eager"]["acts"]
+    still = ", ".join(name for name, row in found["causes"].items() if not row["acts"])
+    assert f"no bit changed on this machine, which says nothing about another: {still}" in text(found)
 
 
 def test_the_batch_is_no_cause_of_the_exact_forward(exact_model):
