@@ -45,9 +45,18 @@ def tiny_model(path: Path, *, tied: bool = False, arch: str = "qwen3", seed: int
     tiny_tokenizer(path)
     torch.manual_seed(seed)
     shape = dict(
-        vocab_size=len(SPECIAL) + len(ALPHABET), hidden_size=256, intermediate_size=512, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=2, head_dim=128, max_position_embeddings=512,
-        tie_word_embeddings=tied, bos_token_id=None, eos_token_id=2, pad_token_id=0,
+        vocab_size=len(SPECIAL) + len(ALPHABET),
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=128,
+        max_position_embeddings=512,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=2,
+        pad_token_id=0,
     )
     if arch == "qwen3_moe":
         shape |= dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256, norm_topk_prob=True)
@@ -114,7 +123,9 @@ def write_data(path: Path, task: str, n_train: int = 2048, n_val: int = 32) -> N
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=["smollm2", "tiny"], default="smollm2")
-    parser.add_argument("--arch", choices=["qwen3", "qwen2", "llama", "qwen3_moe"], default="qwen3", help="shape of the tiny model")
+    parser.add_argument(
+        "--arch", choices=["qwen3", "qwen2", "llama", "qwen3_moe"], default="qwen3", help="shape of the tiny model"
+    )
     parser.add_argument("--tied", action="store_true", help="tie the tiny model's embeddings")
     parser.add_argument("--out", type=Path, required=True, help="folder for model/ and data/")
     args = parser.parse_args()

@@ -25,12 +25,17 @@ import hypothesis  # noqa: E402, F401
 import pytest  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
-STARTS_RAY = {"test_adapter.py", "test_doctor.py", "test_leftovers.py", "test_stage.py"}
+STARTS_RAY = (
+    "tests/runs/",
+    "tests/sync/test_sender.py",
+    "tests/tools/doctor/test_command.py",
+    "tests/hooks/test_leftovers.py",
+    "tests/correction/test_stage.py",
+)
 
 
 def _starts_ray(nodeid: str) -> bool:
-    path = nodeid.partition("::")[0]
-    return path.startswith("tests/e2e/") or path.rpartition("/")[2] in STARTS_RAY
+    return nodeid.startswith(STARTS_RAY)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

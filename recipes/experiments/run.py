@@ -98,13 +98,14 @@ def train(setting: str, seed: int, folder: Path) -> Iterator[dict[str, float]]:
     from verl.utils.torch_functional import logprobs_from_logits
     from verl.workers.config import ActorConfig
 
-    from verl_fp8.ais import ais_weights, apply_weights
-    from verl_fp8.linear import convert_linears, linear_shapes
-    from verl_fp8.attribution import compare
-    from verl_fp8.numerics import QuantizedTensor
-    from verl_fp8.settings import Fp8Settings
-    from verl_fp8.sync import SCALE_SUFFIX, WEIGHT_SUFFIX, Incoming, outgoing
-    from verl_fp8.variants import to_codes
+    from verl_fp8.correction.ais import ais_weights, apply_weights
+    from verl_fp8.layers.shapes import linear_shapes
+    from verl_fp8.numerics.quantize import QuantizedTensor
+    from verl_fp8.switches.settings import Fp8Settings
+    from verl_fp8.sync.stream import SCALE_SUFFIX, WEIGHT_SUFFIX, Incoming, outgoing
+    from verl_fp8.tools.mismatch.causes import to_codes
+    from verl_fp8.tools.mismatch.compare import compare
+    from verl_fp8.trainer.convert import convert_linears
 
     torch.set_num_threads(1)  # the order of sums, and with it every figure, would depend on it
     score = runpy.run_path(str(ROOT / "recipes" / "reward.py"))["compute_score"]

@@ -13,10 +13,10 @@ os.environ["VERL_DISABLE_TRITON_FP8"] = "1"
 import torch
 from measure import Result, in_turns, peak_bytes, ratio, slope
 
-from verl_fp8.ais import ais_weights
-from verl_fp8.numerics import quantize
-from verl_fp8.settings import Fp8Settings
-from verl_fp8.sync import SyncStats, outgoing
+from verl_fp8.correction.ais import ais_weights
+from verl_fp8.numerics.quantize import quantize
+from verl_fp8.switches.settings import Fp8Settings
+from verl_fp8.sync.stream import SyncStats, outgoing
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,7 +76,11 @@ def _activations(rows: int, columns: int, **kwargs) -> tuple[float, dict]:
 def activations() -> list[Result]:
     """The activation quantiser against vLLM's."""
     value, figures = _activations(4096, 4096)
-    return [Result("activations, 4096x4096 bf16, 1x128", "vLLM's native group quantiser", value, target=0.5, figures=figures)]
+    return [
+        Result(
+            "activations, 4096x4096 bf16, 1x128", "vLLM's native group quantiser", value, target=0.5, figures=figures
+        )
+    ]
 
 
 def decode() -> list[Result]:
@@ -84,7 +88,9 @@ def decode() -> list[Result]:
     found = []
     for rows in (1, 8, 32, 128, 512):
         value, figures = _activations(rows, 4096, repeats=60)
-        found.append(Result(f"activations, {rows}x4096 bf16, 1x128", "vLLM's native group quantiser", value, figures=figures))
+        found.append(
+            Result(f"activations, {rows}x4096 bf16, 1x128", "vLLM's native group quantiser", value, figures=figures)
+        )
     return found
 
 
@@ -104,7 +110,15 @@ def sync_bytes() -> list[Result]:
         stats = SyncStats()
         for _ in outgoing(weights, settings, layers, stats=stats):
             pass
-        found.append(Result(f"bytes a weight in the sync, {block}x{block}", "stock verl: 4 (fp32 masters), 2 (bf16)", stats.bytes_per_weight, "bytes", 1.03))
+        found.append(
+            Result(
+                f"bytes a weight in the sync, {block}x{block}",
+                "stock verl: 4 (fp32 masters), 2 (bf16)",
+                stats.bytes_per_weight,
+                "bytes",
+                1.03,
+            )
+        )
     return found
 
 
@@ -119,18 +133,40 @@ def sync_memory() -> list[Result]:
             pass
 
     peaks = {count: peak_bytes(lambda count=count: drain(count)) for count in (2, 8, 32)}
-    detail = ", ".join(f"{count} layers {peak / largest:.2f}" for count, peak in peaks.items()) + " x the largest fp32 weight"
-    return [Result("memory of the sync's sender, 32 layers", "2 layers", peaks[32] / peaks[2], target=1.05, detail=detail, figures=peaks)]
+    detail = (
+        ", ".join(f"{count} layers {peak / largest:.2f}" for count, peak in peaks.items())
+        + " x the largest fp32 weight"
+    )
+    return [
+        Result(
+            "memory of the sync's sender, 32 layers",
+            "2 layers",
+            peaks[32] / peaks[2],
+            target=1.05,
+            detail=detail,
+            figures=peaks,
+        )
+    ]
 
 
 def gather() -> list[Result]:
-    """Bytes gathered for a sync by two FSDP2 workers, and whether a single bit differs (tests/contract/gather_checks.py)."""
+    """Bytes gathered for a sync by two FSDP2 workers, and whether a single bit differs (tests/sync/gather_checks.py)."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    script = [sys.executable, str(ROOT / "tests/contract/gather_checks.py")]
-    ranks = [subprocess.Popen(script, env={**env, "RANK": r}, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) for r in "01"]
+    env = {
+        **os.environ,
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    script = [sys.executable, str(ROOT / "tests/sync/gather_checks.py")]
+    ranks = [
+        subprocess.Popen(script, env={**env, "RANK": r}, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        for r in "01"
+    ]
     found = json.loads([process.communicate(timeout=300)[0] for process in ranks][0].splitlines()[-1])
     differing = sum(map(len, found["differences"].values()))
     return [
@@ -161,8 +197,15 @@ def import_time() -> list[Result]:
     """
     env = {**os.environ, "VERL_USE_EXTERNAL_PLUGINS": "none", "VERL_PLATFORM": "", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", _PLUGIN]
-    times = [float(subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout.split()[-1]) * 1e3 for _ in range(7)]
-    return [Result("import verl with the package", "without it", statistics.median(times), "ms more", 50, figures={"ms": times})]
+    times = [
+        float(subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout.split()[-1]) * 1e3
+        for _ in range(7)
+    ]
+    return [
+        Result(
+            "import verl with the package", "without it", statistics.median(times), "ms more", 50, figures={"ms": times}
+        )
+    ]
 
 
 def growth() -> list[Result]:
@@ -183,6 +226,7 @@ def growth() -> list[Result]:
 
                 def call(x=x, block=block, check=check):
                     return quantize(x, block, check_finite=check)
+
             times.append(statistics.median(in_turns(call, repeats=7)[0]))
         upper = slope(sizes[4:], times[4:])
         found.append(
@@ -201,7 +245,12 @@ def plot(results: list[Result], path: Path) -> None:
 
     figure = go.Figure()
     for result in results:
-        figure.add_scatter(x=result.figures["sizes"], y=result.figures["seconds"], mode="lines+markers", name=f"{result.work} ({result.value:.2f})")
+        figure.add_scatter(
+            x=result.figures["sizes"],
+            y=result.figures["seconds"],
+            mode="lines+markers",
+            name=f"{result.work} ({result.value:.2f})",
+        )
     figure.update_xaxes(type="log", title="elements")
     figure.update_yaxes(type="log", title="seconds")
     figure.write_html(path, include_plotlyjs=True)

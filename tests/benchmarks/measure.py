@@ -66,7 +66,12 @@ def ratio(ours: Callable[[], object], theirs: Callable[[], object], **kwargs) ->
     """(median of ours over median of theirs, the medians and fastest in milliseconds)."""
     a, b = in_turns(ours, theirs, **kwargs)
     median = statistics.median
-    figures = {"ours_ms": median(a) * 1e3, "theirs_ms": median(b) * 1e3, "ours_min_ms": min(a) * 1e3, "theirs_min_ms": min(b) * 1e3}
+    figures = {
+        "ours_ms": median(a) * 1e3,
+        "theirs_ms": median(b) * 1e3,
+        "ours_min_ms": min(a) * 1e3,
+        "theirs_min_ms": min(b) * 1e3,
+    }
     return median(a) / median(b), figures
 
 
@@ -76,7 +81,9 @@ def peak_bytes(work: Callable[[], object]) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = work()
     del result
-    events = sorted((e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns())
+    events = sorted(
+        (e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()
+    )
     held = peak = 0
     for event in events:
         held += event.nbytes()

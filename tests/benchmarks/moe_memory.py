@@ -2,7 +2,7 @@
 
     python tests/benchmarks/moe_memory.py [--experts 32 --top-k 4 --hidden 512 --width 256 --tokens 512]
 
-Three ways over one set of weights: the fused experts path (verl_fp8.experts), an nn.Linear a projection and expert turned into
+Three ways over one set of weights: the fused experts path (verl_fp8.trainer.experts), an nn.Linear a projection and expert turned into
 ReferenceFp8Linear ("dense swap"), and transformers' own bf16 grouped_mm. Counted by torch's MemTracker: bytes of live storages,
 weights and their gradients included. The reference backend's, which dequantises on the way; ratios are what carries over.
 """
@@ -15,8 +15,9 @@ import transformers
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from verl_fp8 import experts, linear
-from verl_fp8.recipe import Recipe
+from verl_fp8.numerics.experts import mix_experts
+from verl_fp8.numerics.recipe import Recipe
+from verl_fp8.trainer import experts, reference
 
 
 class DenseExperts(nn.Module):
@@ -34,14 +35,20 @@ class DenseExperts(nn.Module):
         """One FP8 linear layer that owns a copy of ``weight``."""
         made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
         made.weight = nn.Parameter(weight.clone())
-        return linear.to_reference(made, recipe)
+        return reference.to_reference(made, recipe)
 
     def forward(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         def grouped(rows, counts):
             parts = rows.split(counts)
-            return torch.cat([down(self.act_fn(gate(p)) * up(p)) for p, (gate, up, down) in zip(parts, self.layers, strict=True) if len(p)])
+            return torch.cat(
+                [
+                    down(self.act_fn(gate(p)) * up(p))
+                    for p, (gate, up, down) in zip(parts, self.layers, strict=True)
+                    if len(p)
+                ]
+            )
 
-        return experts.mix_experts(x, index, weights, self.num_experts, grouped)
+        return mix_experts(x, index, weights, self.num_experts, grouped)
 
 
 def peak(module: nn.Module, inputs: tuple) -> tuple[int, torch.Tensor]:
@@ -77,7 +84,9 @@ def main() -> None:
     scores, index = torch.randn(args.tokens, args.experts).softmax(-1).topk(args.top_k)
     inputs = (x, index, scores.to(torch.bfloat16))
     weights = sum(p.nbytes for p in plain.parameters())
-    print(f"{args.experts} experts {args.hidden}x{args.width}, {args.tokens} tokens, {args.top_k} each; weights {weights / 2**20:.0f} MiB")
+    print(
+        f"{args.experts} experts {args.hidden}x{args.width}, {args.tokens} tokens, {args.top_k} each; weights {weights / 2**20:.0f} MiB"
+    )
     results = {name: peak(m, inputs) for name, m in (
         ("fp8 experts path", fused), ("fp8 dense swap", DenseExperts(plain, recipe)), ("bf16 grouped_mm", plain))}  # fmt: skip
     for name, (size, _) in results.items():

@@ -74,15 +74,35 @@ def rollout() -> list[Result]:
     """Tokens a second of vLLM on CPU, 32 sequences, FP8 against bf16."""
     found = _in_turns("rollout", 5)
     value = _median(found, "bf16") / _median(found, "fp8")
-    return [Result("FP8 rollout, 32 sequences, tokens a second", "vLLM in bf16", value, target=0.65, at_most=False, figures=found)]
+    return [
+        Result(
+            "FP8 rollout, 32 sequences, tokens a second",
+            "vLLM in bf16",
+            value,
+            target=0.65,
+            at_most=False,
+            figures=found,
+        )
+    ]
 
 
 def trainer() -> list[Result]:
     """Time and memory of a training step on the reference backend, against bf16."""
     found = _in_turns("trainer", 5)
     return [
-        Result("trainer step, reference backend: time", "bf16", _median(found, "fp8") / _median(found, "bf16"), target=2.0, figures=found),
-        Result("trainer step, reference backend: peak resident memory", "bf16", found["fp8"]["rss"] / found["bf16"]["rss"], target=1.3),
+        Result(
+            "trainer step, reference backend: time",
+            "bf16",
+            _median(found, "fp8") / _median(found, "bf16"),
+            target=2.0,
+            figures=found,
+        ),
+        Result(
+            "trainer step, reference backend: peak resident memory",
+            "bf16",
+            found["fp8"]["rss"] / found["bf16"]["rss"],
+            target=1.3,
+        ),
     ]
 
 
@@ -96,7 +116,14 @@ def _train(steps: int, *overrides: str, model: Path = MODEL, **environment: str)
             f"data.val_files={data}/val.parquet", f"reward.custom_reward_function.path={ROOT}/recipes/reward.py",
             f"trainer.default_local_dir={folder}/checkpoints", f"trainer.total_training_steps={steps}", *overrides,
         ]  # fmt: skip
-        env = {**ENVIRONMENT, "VERL_PLATFORM": "cpu", "VERL_FILE_LOGGER_PATH": str(metrics), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "HYDRA_FULL_ERROR": "1", **environment}
+        env = {
+            **ENVIRONMENT,
+            "VERL_PLATFORM": "cpu",
+            "VERL_FILE_LOGGER_PATH": str(metrics),
+            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+            "HYDRA_FULL_ERROR": "1",
+            **environment,
+        }
         with open(f"{folder}/log", "w+") as log:
             try:
                 subprocess.run(command, env=env, stdout=log, stderr=subprocess.STDOUT, timeout=900, check=False)
@@ -117,8 +144,17 @@ def sync() -> list[Result]:
     found = _in_turns("sync", 7, kinds)
     note = "sums of every tensor on both sides included in ours; vLLM's own FP8 kernel on CPU needs AMX, ours stood in"
     return [
-        Result("wall time of the sync, SmolLM2", "stock verl, quantization=fp8", _median(found, "fp8") / _median(found, "stock"), target=0.5, detail=note, figures=found),
-        Result("wall time of the sync, SmolLM2", "stock verl, bf16 rollout", _median(found, "fp8") / _median(found, "bf16")),
+        Result(
+            "wall time of the sync, SmolLM2",
+            "stock verl, quantization=fp8",
+            _median(found, "fp8") / _median(found, "stock"),
+            target=0.5,
+            detail=note,
+            figures=found,
+        ),
+        Result(
+            "wall time of the sync, SmolLM2", "stock verl, bf16 rollout", _median(found, "fp8") / _median(found, "bf16")
+        ),
     ]
 
 
@@ -128,7 +164,7 @@ def step() -> list[Result]:
     Runs in turns on the tiny model, whose steps are short: what the package might add weighs most there.
     """
     tiny = MODEL.parents[1] / "tiny/model"
-    off = {"VERL_USE_EXTERNAL_PLUGINS": "none", "VERL_USE_EXTERNAL_MODULES": "verl_fp8.cpu"}
+    off = {"VERL_USE_EXTERNAL_PLUGINS": "none", "VERL_USE_EXTERNAL_MODULES": "verl_fp8.cpu.platform"}
     times: list[list[float]] = [[], []]
     for turn in range(4):
         rows, end = _train(10, model=tiny, **(off if turn % 2 else {}))
@@ -136,6 +172,17 @@ def step() -> list[Result]:
             raise SystemExit(f"a run without a switch failed:\n{end}")
         times[turn % 2] += [row["timing_s/step"] for row in rows[2:]]
     value = statistics.median(times[0]) / statistics.median(times[1])
-    spread = (statistics.quantiles(times[1], n=4)[2] - statistics.quantiles(times[1], n=4)[0]) / statistics.median(times[1])
+    spread = (statistics.quantiles(times[1], n=4)[2] - statistics.quantiles(times[1], n=4)[0]) / statistics.median(
+        times[1]
+    )
     detail = f"quartiles of stock's own steps lie {spread:.0%} of the median apart"
-    return [Result("whole step, no switch", "stock verl", value, target=1 + spread, detail=detail, figures={"with_s": times[0], "without_s": times[1]})]
+    return [
+        Result(
+            "whole step, no switch",
+            "stock verl",
+            value,
+            target=1 + spread,
+            detail=detail,
+            figures={"with_s": times[0], "without_s": times[1]},
+        )
+    ]

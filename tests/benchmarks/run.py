@@ -47,7 +47,10 @@ LONG: dict[str, Callable[[], list[Result]]] = {
 
 def machine() -> dict[str, object]:
     """What the figures were measured on."""
-    model = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), platform.machine())
+    model = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        platform.machine(),
+    )
     return {
         "cpu": model,
         "cores": os.cpu_count(),
@@ -82,10 +85,14 @@ def main() -> None:
             table.add_row(result.work, result.against, result.shown(), result.goal(), result.verdict(), result.detail)
     here = machine()
     console = Console(width=None if sys.stdout.isatty() else 200)
-    console.print(f"{here['cpu']}, {here['cores']} cores, {here['threads']} threads, load {here['load']:.1f}, torch {here['torch']}")
+    console.print(
+        f"{here['cpu']}, {here['cores']} cores, {here['threads']} threads, load {here['load']:.1f}, torch {here['torch']}"
+    )
     console.print(table)
     if args.json:
-        args.json.write_text(json.dumps({"machine": here, **{n: [asdict(r) for r in rs] for n, rs in found.items()}}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps({"machine": here, **{n: [asdict(r) for r in rs] for n, rs in found.items()}}, indent=1) + "\n"
+        )
     if args.html and "growth" in found:
         kernels.plot(found["growth"], args.html)
 

@@ -18,7 +18,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 import torch
 
-from verl_fp8.settings import Fp8Settings
+from verl_fp8.switches.settings import Fp8Settings
 
 FP8 = {"mode": "unified", "recipe": {"weight_block": [64, 64]}}
 ROWS, PROMPT, ANSWER = 32, 32, 8  # the quickstart's
@@ -34,15 +34,15 @@ def rollout(kind: str, model: str) -> Callable[[], dict]:
     from transformers import AutoModelForCausalLM
     from vllm import LLM, SamplingParams
 
-    from verl_fp8.engine import prepare_module
-    from verl_fp8.sync import outgoing
-    from verl_fp8.vllm_arguments import fp8_arguments
+    from verl_fp8.rollout.arguments import fp8_arguments
+    from verl_fp8.sync.stream import outgoing
+    from verl_fp8.trainer.engine_fsdp import prepare_module
 
     arguments = {"model": model, "dtype": "bfloat16", "seed": 0, "enforce_eager": True, "max_model_len": 128, "max_num_seqs": 64, "max_num_batched_tokens": 1024, "kv_cache_memory_bytes": 1 << 28, "enable_prefix_caching": False}  # fmt: skip
     if kind == "fp8":
         node = Fp8Settings.parse(FP8)
         arguments |= fp8_arguments(FP8, {"path": model}, {}) | {"quantization": "fp8", "load_format": "dummy"}
-        arguments["worker_extension_cls"] = "verl_fp8.certify_rollout.CertifyExtension"
+        arguments["worker_extension_cls"] = "verl_fp8.tools.mismatch.certify_rollout.CertifyExtension"
     llm = LLM(**arguments)
     if kind == "fp8":
         module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -54,7 +54,9 @@ def rollout(kind: str, model: str) -> Callable[[], dict]:
             llm.collective_rpc("certify_sync", args=(str(file),))
         del module
     generator = torch.Generator().manual_seed(0)
-    prompts = [{"prompt_token_ids": torch.randint(5, 40000, (PROMPT,), generator=generator).tolist()} for _ in range(ROWS)]
+    prompts = [
+        {"prompt_token_ids": torch.randint(5, 40000, (PROMPT,), generator=generator).tolist()} for _ in range(ROWS)
+    ]
     sample = SamplingParams(temperature=1.0, max_tokens=32, ignore_eos=True, logprobs=0, detokenize=False, seed=0)
 
     def piece() -> dict:
@@ -79,10 +81,10 @@ def sync(kind: str, model: str) -> Callable[[], dict]:
     from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
     from vllm import LLM
 
-    from verl_fp8.engine import prepare_module
-    from verl_fp8.rollout import Fp8WorkerExtension
-    from verl_fp8.sync import outgoing
-    from verl_fp8.vllm_arguments import fp8_arguments
+    from verl_fp8.rollout.arguments import fp8_arguments
+    from verl_fp8.rollout.worker import Fp8WorkerExtension
+    from verl_fp8.sync.stream import outgoing
+    from verl_fp8.trainer.engine_fsdp import prepare_module
 
     settings = Fp8Settings.parse(FP8)
     module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -107,7 +109,9 @@ def sync(kind: str, model: str) -> Callable[[], dict]:
             weights = outgoing(weights, settings, layers, skip=frozenset({"lm_head.weight"}))
         # Stock verl sends the tied lm_head as well, and vLLM takes it only where all weights come in one bucket.
         size = 256 if kind == "fp8" else 1024
-        asyncio.run(BucketedWeightSender(zmq_handle=handle, bucket_size_mb=size, use_shm=True).async_send_weights(weights))
+        asyncio.run(
+            BucketedWeightSender(zmq_handle=handle, bucket_size_mb=size, use_shm=True).async_send_weights(weights)
+        )
 
     def piece() -> dict:
         start = time.perf_counter()
@@ -127,7 +131,7 @@ def trainer(kind: str, model: str) -> Callable[[], dict]:
     from transformers import AutoModelForCausalLM
     from verl.utils.torch_functional import logprobs_from_logits
 
-    from verl_fp8.engine import prepare_module
+    from verl_fp8.trainer.engine_fsdp import prepare_module
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

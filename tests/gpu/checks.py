@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from common import FORMATS, GPU, Skip, differing, need, need_gpu, outliers, randn, relative
 
-from verl_fp8.hardware import probe
-from verl_fp8.numerics import QuantizedTensor, quantize
-from verl_fp8.recipe import Recipe
+from verl_fp8.numerics.quantize import QuantizedTensor, quantize
+from verl_fp8.numerics.recipe import Recipe
+from verl_fp8.switches.hardware import probe
 
 
 def machine(values: dict) -> None:
@@ -30,10 +30,15 @@ def triton_quantizer(values: dict) -> None:
     need("triton")
     if not GPU and not common.INTERPRETED:
         raise Skip("no CUDA GPU (TRITON_INTERPRET=1 runs it interpreted)")
-    from verl_fp8 import triton_quant as tq
+    from verl_fp8.numerics import quantize_triton as tq
 
     size = (1000, 4096) if GPU else (140, 300)
-    inputs = {"normal": randn(*size), "outliers": outliers(*size), "fp32": randn(*size).float(), "view": randn(*size)[:, 5:-3]}
+    inputs = {
+        "normal": randn(*size),
+        "outliers": outliers(*size),
+        "fp32": randn(*size).float(),
+        "view": randn(*size)[:, 5:-3],
+    }
     if common.GOLDEN.exists():
         golden = torch.from_numpy(np.load(common.GOLDEN)["bf16_256x384__x"]).view(torch.bfloat16)
         inputs["golden"] = golden.to(common.DEVICE)
@@ -80,7 +85,7 @@ def numerics_on_gpu(values: dict) -> None:
 def gemm_error(values: dict) -> None:
     """scaled_mm's three products against float64 on the same codes."""
     need_gpu(hopper=True)
-    from verl_fp8 import scaled_mm
+    from verl_fp8.numerics import scaled_mm
 
     tokens, k, n = 2048, 4096, 3072
     x, weight, dy = randn(tokens, k, seed=1), randn(n, k, seed=2, scale=0.02), randn(tokens, n, seed=3, scale=1e-3)
@@ -105,7 +110,7 @@ def gemm_error(values: dict) -> None:
 def batch_sizes(values: dict) -> None:
     """Whether one token's FP8 product depends on how many others are in the batch (a rollout decodes few, training sees many)."""
     need_gpu(hopper=True)
-    from verl_fp8 import scaled_mm
+    from verl_fp8.numerics import scaled_mm
 
     x, w_q = randn(4096, 4096, seed=1), scaled_mm.quantize_weight(randn(4096, 4096, seed=2), Recipe())
     whole = scaled_mm.gemm(scaled_mm.quantize_rows(x, Recipe()), w_q, torch.bfloat16)
@@ -120,9 +125,14 @@ def _backend(values: dict, backend: str) -> None:
             recipe = Recipe(scale_format=scale_format, backward=backward)
             for tokens in (1024, 333):
                 x = randn(tokens, 1024, seed=7)
-                expected, found = common.gradients(common.layer("reference", recipe), x), common.gradients(common.layer(backend, recipe), x)
+                expected, found = (
+                    common.gradients(common.layer("reference", recipe), x),
+                    common.gradients(common.layer(backend, recipe), x),
+                )
                 errors = [relative(f, e) for f, e in zip(found, expected, strict=True)]
-                values[f"{scale_format}, {backward}, {tokens} tokens: y, dx, dW1, db1, dW2, db2"] = " ".join(f"{e:.1e}" for e in errors)
+                values[f"{scale_format}, {backward}, {tokens} tokens: y, dx, dW1, db1, dW2, db2"] = " ".join(
+                    f"{e:.1e}" for e in errors
+                )
                 # The second layer quantises a slightly different input: some codes flip. Below the FP8 noise of one product.
                 assert max(errors) < 3.7e-2, errors
 
@@ -188,14 +198,16 @@ def vllm_product(values: dict) -> None:
     need("vllm")
     from vllm import _custom_ops as ops
 
-    from verl_fp8 import scaled_mm
+    from verl_fp8.numerics import scaled_mm
 
     x, weight = randn(512, 4096, seed=1), randn(4096, 4096, seed=2, scale=0.02)
     a, b = scaled_mm.quantize_rows(x, Recipe()), scaled_mm.quantize_weight(weight, Recipe())
     exact = a.dequantize().double() @ b.dequantize().double().t()
     ours = scaled_mm.gemm(a, b, torch.bfloat16)
     values["trainer (cuBLASLt): error"] = relative(ours, exact)
-    cutlass = ops.cutlass_scaled_mm(a.data, b.data.t(), out_dtype=torch.bfloat16, scale_a=a.scale_inv, scale_b=b.scale_inv.t())
+    cutlass = ops.cutlass_scaled_mm(
+        a.data, b.data.t(), out_dtype=torch.bfloat16, scale_a=a.scale_inv, scale_b=b.scale_inv.t()
+    )
     values["vLLM's CUTLASS: error"] = relative(cutlass, exact)
     values["outputs of the two equal to the bit"] = float((ours == cutlass).float().mean())
     assert relative(cutlass, exact) < 3.7e-3

@@ -1,6 +1,6 @@
 """What the parts of tests/gpu/run.py share: where they run, their inputs, how two results are compared and timed.
 
-Bits are compared with verl_fp8.numerics on the CPU, which the unit tests hold to TransformerEngine's own reference.
+Bits are compared with verl_fp8.numerics.quantize on the CPU, which the unit tests hold to TransformerEngine's own reference.
 """
 
 import gc
@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from verl_fp8.linear import convert_linears
-from verl_fp8.numerics import QuantizedTensor
-from verl_fp8.recipe import LayerFilter, Recipe
+from verl_fp8.layers.filter import LayerFilter
+from verl_fp8.numerics.quantize import QuantizedTensor
+from verl_fp8.numerics.recipe import Recipe
+from verl_fp8.trainer.convert import convert_linears
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -87,7 +88,9 @@ def outliers(*shape: int, seed: int = 0) -> torch.Tensor:
 def differing(found: QuantizedTensor, expected: QuantizedTensor) -> tuple[int, int]:
     """(codes that differ, scales that differ)."""
     codes = (found.data.cpu().view(torch.uint8) != expected.data.cpu().view(torch.uint8)).sum()
-    scales = (found.scale_inv.cpu().contiguous().view(torch.int32) != expected.scale_inv.cpu().contiguous().view(torch.int32)).sum()
+    scales = (
+        found.scale_inv.cpu().contiguous().view(torch.int32) != expected.scale_inv.cpu().contiguous().view(torch.int32)
+    ).sum()
     return int(codes), int(scales)
 
 

@@ -11,9 +11,10 @@ import torch
 from common import DEVICE, GPU, Skip, need
 from torch import nn
 
-from verl_fp8.linear import convert_linears
-from verl_fp8.numerics import quantize
-from verl_fp8.recipe import LayerFilter, Recipe
+from verl_fp8.layers.filter import LayerFilter
+from verl_fp8.numerics.quantize import quantize
+from verl_fp8.numerics.recipe import Recipe
+from verl_fp8.trainer.convert import convert_linears
 
 
 def fsdp2(values: dict) -> None:
@@ -33,7 +34,10 @@ def fsdp2(values: dict) -> None:
             sharded = common.layer(backend, recipe).float()
             for child in (sharded[0], sharded[2], sharded):
                 fully_shard(child, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-            found = [t.full_tensor().bfloat16() if hasattr(t, "full_tensor") else t for t in common.gradients(sharded, x, recompute=True)]
+            found = [
+                t.full_tensor().bfloat16() if hasattr(t, "full_tensor") else t
+                for t in common.gradients(sharded, x, recompute=True)
+            ]
             different = sum(not torch.equal(f, e) for f, e in zip(found, expected, strict=True))
             values[f"{backend}: tensors of y, dx, dW, db that differ"] = f"{different} of {len(found)}"
             assert not different, backend
@@ -51,7 +55,9 @@ def small_qwen3():
         num_key_value_heads=wide // 128, head_dim=128, tie_word_embeddings=False, max_position_embeddings=1024,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").to(DEVICE)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").to(
+        DEVICE
+    )
     shape = (4, 512 if GPU else 48)
     return model, torch.randint(0, 4096, shape, generator=torch.Generator().manual_seed(9)).to(DEVICE)
 
@@ -97,10 +103,11 @@ def vllm_log_probs(model: nn.Module, ids: torch.Tensor, recipe: Recipe) -> torch
         need(module)
     # In this process, so that the registrations hold although no entry point is installed.
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
-    from verl_fp8 import vllm_plugin
-    from verl_fp8.hardware import probe
-    from verl_fp8.settings import Fp8Settings
-    from verl_fp8.vllm_arguments import NODE, environment, pin_gpu_kernels
+    from verl_fp8.hooks import vllm_plugin
+    from verl_fp8.rollout.arguments import pin_gpu_kernels
+    from verl_fp8.rollout.environment import environment
+    from verl_fp8.switches.hardware import probe
+    from verl_fp8.switches.settings import NODE, Fp8Settings
 
     node = {"recipe": {"scale_format": recipe.scale_format}}
     settings, arguments = Fp8Settings.parse(node), {"additional_config": {NODE: node}}

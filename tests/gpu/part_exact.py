@@ -11,9 +11,10 @@ import common  # noqa: E402
 import torch  # noqa: E402
 from common import need, need_gpu, randn  # noqa: E402
 
-from verl_fp8 import exact  # noqa: E402
-from verl_fp8.numerics import quantize  # noqa: E402
-from verl_fp8.recipe import LayerFilter, Recipe  # noqa: E402
+from verl_fp8.layers.filter import LayerFilter
+from verl_fp8.numerics import exact  # noqa: E402
+from verl_fp8.numerics.quantize import quantize  # noqa: E402
+from verl_fp8.numerics.recipe import Recipe  # noqa: E402
 
 # A decoding step, around FlashInfer's switch at 32 tokens, and training.
 ROWS = (1, 8, 31, 32, 64, 512, 4096)
@@ -54,15 +55,18 @@ def reference(values: dict) -> None:
     ids = torch.randint(0, 512, (6, 50), generator=torch.Generator().manual_seed(5)).to(q.device)
     with torch.no_grad():
         together = model(input_ids=ids, use_cache=False).logits
-        assert all(torch.equal(model(input_ids=row[None], use_cache=False).logits[0], all_) for row, all_ in zip(ids, together, strict=True))
+        assert all(
+            torch.equal(model(input_ids=row[None], use_cache=False).logits[0], all_)
+            for row, all_ in zip(ids, together, strict=True)
+        )
     values["model: sequences alone and together"] = "equal to the bit"
 
 
 def _model():
     import transformers
 
-    from verl_fp8.exact_hf import make_exact
-    from verl_fp8.linear import convert_linears
+    from verl_fp8.trainer.convert import convert_linears
+    from verl_fp8.trainer.exact import make_exact
 
     torch.manual_seed(0)
     config = transformers.Qwen3Config(
@@ -78,11 +82,13 @@ def _model():
 def fp8_products(values: dict) -> None:
     """FP8 GEMMs: each token's output at every number of tokens; DeepGEMM's must be equal, cuBLASLt's is reported."""
     need_gpu(hopper=True)
-    from verl_fp8 import scaled_mm
+    from verl_fp8.numerics import scaled_mm
 
     x, recipe = randn(max(ROWS), 4096, seed=1), Recipe()
     w_q = scaled_mm.quantize_weight(randn(3072, 4096, seed=2), recipe)
-    _rows_equal(values, "cuBLASLt", lambda a: scaled_mm.gemm(scaled_mm.quantize_rows(a, recipe), w_q, torch.bfloat16), x)
+    _rows_equal(
+        values, "cuBLASLt", lambda a: scaled_mm.gemm(scaled_mm.quantize_rows(a, recipe), w_q, torch.bfloat16), x
+    )
     need("deep_gemm")
     import deep_gemm
 
@@ -130,7 +136,12 @@ def _in_mode(values: dict, name: str) -> None:
     """Run one of the functions below in a process of its own: vLLM's kernels and cuBLAS read the mode once a process."""
     need_gpu()
     need("vllm")
-    env = {**os.environ, "VLLM_BATCH_INVARIANT": "1", "CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
+    env = {
+        **os.environ,
+        "VLLM_BATCH_INVARIANT": "1",
+        "CUBLAS_WORKSPACE_CONFIG": ":16:8",
+        "CUBLASLT_WORKSPACE_SIZE": "1",
+    }
     child = subprocess.run([sys.executable, __file__, name], env=env, capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stderr.strip().splitlines()[-1:]
     values |= json.loads(child.stdout.splitlines()[-1])
@@ -159,7 +170,9 @@ def _norms(values: dict) -> None:
     plain = _rows_equal(values, "plain", lambda a: rms_norm_batch_invariant(a, weight, 1e-6), x)
     both = _rows_equal(values, "with residual", fused, torch.stack((x, residual), dim=1))
     sums = rms_norm_batch_invariant(x + residual, weight, 1e-6)
-    values["with residual equals the plain one on the rounded sum"] = float((fused(torch.stack((x, residual), 1)) == sums).float().mean())
+    values["with residual equals the plain one on the rounded sum"] = float(
+        (fused(torch.stack((x, residual), 1)) == sums).float().mean()
+    )
     values["holds"] = plain and both
 
 

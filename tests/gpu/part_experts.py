@@ -7,10 +7,10 @@ import torch
 from common import DEVICE, Skip, differing, milliseconds, need, need_gpu, outliers, randn, relative
 from torch import nn
 
-from verl_fp8.experts import IMPLEMENTATION
-from verl_fp8.linear import BACKENDS
-from verl_fp8.numerics import QuantizedTensor, quantize
-from verl_fp8.recipe import Recipe
+from verl_fp8.numerics.quantize import QuantizedTensor, quantize
+from verl_fp8.numerics.recipe import Recipe
+from verl_fp8.trainer.convert import BACKENDS
+from verl_fp8.trainer.experts import IMPLEMENTATION
 
 
 def experts(hidden: int, width: int, number: int, implementation: str = "grouped_mm") -> nn.Module:
@@ -68,11 +68,15 @@ def against_the_reference(values: dict) -> None:
             for backend in backends:
                 found = gradients(converted(plain, backend, recipe), x, index, weights)
                 errors = [relative(f, e) for f, e in zip(found, expected, strict=True)]
-                values[f"{backend}, {scale_format}, {backward}: y, dx, dW gate and up, dW down"] = " ".join(f"{e:.1e}" for e in errors)
+                values[f"{backend}, {scale_format}, {backward}: y, dx, dW gate and up, dW down"] = " ".join(
+                    f"{e:.1e}" for e in errors
+                )
                 # As in checks._backend: the second projection quantises a slightly different input.
                 assert max(errors) < 3.7e-2, (backend, errors)
                 assert not found[2][-1].any() and not found[3][-1].any()
-    one = gradients(converted(plain, backends[0], Recipe(scale_format=common.formats()[0])), x[:1], index[:1], weights[:1])
+    one = gradients(
+        converted(plain, backends[0], Recipe(scale_format=common.formats()[0])), x[:1], index[:1], weights[:1]
+    )
     assert all(t.isfinite().all() for t in one)
 
 
@@ -96,24 +100,28 @@ def vllm_quantizers(values: dict) -> None:
     from vllm import _custom_ops
     from vllm.model_executor.layers.fused_moe import utils
 
-    from verl_fp8 import vllm_gpu
-    from verl_fp8.settings import Fp8Settings
+    from verl_fp8.rollout import linear_gpu, serving
+    from verl_fp8.switches.settings import Fp8Settings
 
-    vllm_gpu.install()
+    linear_gpu.install()
     for scale_format in common.formats():
-        vllm_gpu._serves.clear()
-        vllm_gpu.serve(Fp8Settings.parse({"mode": "unified", "recipe": {"scale_format": scale_format}}))
+        serving.SERVED.clear()
+        serving.serve(Fp8Settings.parse({"mode": "unified", "recipe": {"scale_format": scale_format}}))
         for name, x in (("normal", randn(512, 2048)), ("outliers", outliers(512, 2048))):
             gate, up = x.chunk(2, dim=-1)
             for what, found, source in (
                 ("tokens", utils.moe_kernel_quantize_input(x, None, torch.float8_e4m3fn, False, [128, 128]), x),
-                ("between", _custom_ops.silu_and_mul_per_block_quant(x, 128, torch.float8_e4m3fn), nn.functional.silu(gate) * up),
+                (
+                    "between",
+                    _custom_ops.silu_and_mul_per_block_quant(x, 128, torch.float8_e4m3fn),
+                    nn.functional.silu(gate) * up,
+                ),
             ):
                 expected = quantize(source.cpu(), (1, 128), scale_format=scale_format, check_finite=False)
                 bad = differing(QuantizedTensor(*found, (1, 128)), expected)
                 values[f"{name}, {scale_format}, {what}: codes, scales that differ"] = bad
                 assert not any(bad), (name, scale_format, what, bad)
-    vllm_gpu._serves.clear()
+    serving.SERVED.clear()
 
 
 PARTS = {"experts": against_the_reference, "experts speed": speed, "vllm experts codes": vllm_quantizers}

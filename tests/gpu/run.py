@@ -82,7 +82,9 @@ def main() -> int:
         results.append(run(name, part, start + args.budget - time.perf_counter()))
         show(results[-1])
         if args.json:  # after each part: a killed run still leaves what it had
-            args.json.write_text(json.dumps({"seconds": time.perf_counter() - start, "parts": results}, indent=1, default=str))
+            args.json.write_text(
+                json.dumps({"seconds": time.perf_counter() - start, "parts": results}, indent=1, default=str)
+            )
     counts = {status: sum(r["status"] == status for r in results) for status in ("ok", "skip", "fail")}
     print(", ".join(f"{count} {status}" for status, count in counts.items()), f"in {time.perf_counter() - start:.0f} s")
     return 1 if counts["fail"] or not results else 0

@@ -8,8 +8,9 @@ import torch
 from common import DEVICE, FORMATS, GPU, milliseconds, need, need_gpu, randn
 from torch import nn
 
-from verl_fp8.linear import convert_linears
-from verl_fp8.recipe import LayerFilter, Recipe
+from verl_fp8.layers.filter import LayerFilter
+from verl_fp8.numerics.recipe import Recipe
+from verl_fp8.trainer.convert import convert_linears
 
 
 def linear_speed(values: dict) -> None:
@@ -46,7 +47,7 @@ def linear_speed(values: dict) -> None:
         return
     import transformer_engine.pytorch as te
 
-    from verl_fp8.te import te_recipe
+    from verl_fp8.trainer.te import te_recipe
 
     model = linear("te")
     measured("fp8.backend=te", model, model)
@@ -63,7 +64,7 @@ def quantizer_speed(values: dict) -> None:
     """Bandwidth of the Triton quantisers against a device copy: bytes read and written a second."""
     need_gpu()
     need("triton")
-    from verl_fp8 import triton_quant as tq
+    from verl_fp8.numerics import quantize_triton as tq
 
     x = randn(1024, 8192).repeat(32, 1)  # 512 MiB: far beyond the L2 cache
     target, elements = torch.empty_like(x), x.numel()
@@ -74,7 +75,11 @@ def quantizer_speed(values: dict) -> None:
             ("1x128", 3 + 4 / 128, lambda f=scale_format: tq.quantize_rows(x, 128, scale_format=f)),
             ("1x128 and 128x1", 4 + 8 / 128, lambda f=scale_format: tq.quantize_both(x, 128, scale_format=f)),
             ("128x128", 3, lambda f=scale_format: tq.quantize_blocks(x, (128, 128), scale_format=f)),
-            ("128x128 transposed", 3, lambda f=scale_format: tq.quantize_blocks(x, (128, 128), scale_format=f, transposed=True)),
+            (
+                "128x128 transposed",
+                3,
+                lambda f=scale_format: tq.quantize_blocks(x, (128, 128), scale_format=f, transposed=True),
+            ),
         ):
             rate = moved * elements / milliseconds(step) / 1e6
             values[f"{scale_format} {name}"] = f"{rate:.0f} GB/s, {rate / copy:.0%} of the copy"
@@ -82,7 +87,7 @@ def quantizer_speed(values: dict) -> None:
 
 def ais(values: dict) -> None:
     """The AIS stage on this device: its weights and alpha are the CPU's, and how long it takes."""
-    from verl_fp8.ais import AISConfig, ais_weights
+    from verl_fp8.correction.ais import AISConfig, ais_weights
 
     rows, length = (1024, 4096) if GPU else (64, 256)
     generator = torch.Generator().manual_seed(11)

@@ -1,0 +1,309 @@
+"""The reference layer inside real modules, and the swap."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from verl_fp8.errors import ConfigError, DataError
+from verl_fp8.layers.filter import LayerFilter
+from verl_fp8.numerics.linear import fp8_linear_forward
+from verl_fp8.numerics.quantize import quantize
+from verl_fp8.numerics.recipe import Recipe
+from verl_fp8.trainer.convert import BACKENDS, convert_linears
+from verl_fp8.trainer.reference import ReferenceFp8Linear
+
+RECIPE = Recipe(weight_block=(32, 32), activation_block=(1, 32), gradient_block=(1, 32))
+BACKWARDS = ["fp8", "high_precision", "dequantized"]
+PROJECTIONS = {f"self_attn.{p}_proj" for p in "qkvo"} | {f"mlp.{p}_proj" for p in ("gate", "up", "down")}
+EXPECTED = {f"model.layers.{i}.{p}" for i in range(2) for p in PROJECTIONS}
+
+
+def tiny(kind="qwen3", tie=False, device="cpu"):
+    """A two-layer Hugging Face model with ragged 32-wide blocks."""
+    sizes = {
+        "vocab_size": 96,
+        "hidden_size": 80,
+        "intermediate_size": 112,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 24,
+        "tie_word_embeddings": tie,
+    }
+    config = {"qwen3": transformers.Qwen3Config, "llama": transformers.LlamaConfig}[kind](**sizes)
+    torch.manual_seed(0)
+    with torch.device(device):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def converted_linear(bias=True, dtype=torch.float32, recipe=RECIPE, k=80, n=40):
+    """One reference layer (inside a Sequential, at index 0)."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(k, n, bias=bias, dtype=dtype))
+    convert_linears(model, recipe, LayerFilter())
+    return model
+
+
+def loss_and_gradients(model, ids):
+    """The causal loss under bf16 autocast, as verl runs the actor, and every gradient."""
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(input_ids=ids, labels=ids).loss
+    model.zero_grad()
+    loss.backward()
+    return loss.detach(), {n: p.grad for n, p in model.named_parameters()}
+
+
+def assert_equal_dicts(a, b):
+    """The same keys, the same bits."""
+    assert a.keys() == b.keys()
+    assert not [n for n in a if not torch.equal(a[n], b[n])]
+
+
+# -- the layer ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(12, 80), (3, 4, 80), (0, 80), (2, 0, 80), (80,)])
+def test_forward_of_any_leading_shape(bias, shape):
+    """Tokens are flattened; the bias is added after the rounding to bf16."""
+    layer = converted_linear(bias, torch.bfloat16)[0]
+    x = torch.randn(shape, dtype=torch.bfloat16)
+    expected = fp8_linear_forward(x, quantize(layer.weight.detach(), (32, 32)), RECIPE)
+    expected = expected + layer.bias if bias else expected
+    assert torch.equal(layer(x), expected)
+
+
+def test_autocast_quantises_bf16():
+    """float32 parameters and inputs under bf16 autocast: quantised from bf16, gradients back in float32."""
+    model = converted_linear()
+    x = torch.randn(12, 80)
+    stock = converted_linear(dtype=torch.bfloat16)
+    stock.load_state_dict(model.state_dict())
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, stock(x.bfloat16()))
+    y.float().square().sum().backward()
+    stock(x.bfloat16()).float().square().sum().backward()
+    for parameter, expected in zip(model.parameters(), stock.parameters(), strict=True):
+        assert parameter.grad.dtype == torch.float32
+        assert torch.equal(parameter.grad, expected.grad.float())
+
+
+def test_a_diverged_weight_stops_the_forward():
+    """NaN weights raise where a bf16 layer would train on."""
+    model = converted_linear()
+    with torch.no_grad():
+        model[0].weight[3, 4] = float("nan")
+    with pytest.raises(DataError, match=r"\[3, 4\]"):
+        model(torch.randn(2, 80))
+
+
+@pytest.mark.parametrize("backward", BACKWARDS)
+def test_checkpointing_is_bit_equal(backward):
+    """Non-reentrant gradient checkpointing, as verl switches it on, changes no bit of loss or gradients."""
+    model = tiny()
+    convert_linears(model, Recipe((32, 32), (1, 32), (1, 32), backward=backward), LayerFilter())
+    model.train()
+    ids = torch.randint(0, 96, (2, 9), generator=torch.Generator().manual_seed(0))
+    loss, gradients = loss_and_gradients(model, ids)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    again, regained = loss_and_gradients(model, ids)
+    assert torch.equal(loss, again)
+    assert_equal_dicts(gradients, regained)
+
+
+@pytest.mark.parametrize("backward", BACKWARDS)
+def test_fsdp2_is_bit_equal(backward):
+    """fully_shard with bf16 parameters, resharding after the forward: loss and gradients of the unsharded model."""
+    from torch.distributed import HashStore, destroy_process_group, init_process_group
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = tiny()
+    convert_linears(model, Recipe((32, 32), (1, 32), (1, 32), backward=backward), LayerFilter())
+    sharded = copy.deepcopy(model)
+    for parameter in model.parameters():  # not .to(): FSDP2 leaves buffers, the rope frequencies, in float32
+        parameter.data = parameter.data.bfloat16()
+    ids = torch.randint(0, 96, (2, 9), generator=torch.Generator().manual_seed(0))
+    loss, gradients = loss_and_gradients(model, ids)
+    init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for layer in sharded.model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(sharded, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        again, regained = loss_and_gradients(sharded, ids)
+        regained = {n: g.full_tensor().bfloat16() for n, g in regained.items()}
+    finally:
+        destroy_process_group()
+    assert torch.equal(loss, again)
+    assert_equal_dicts(gradients, regained)
+
+
+# -- the swap ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_the_set_of_converted_names(kind):
+    """Every projection, and not the head."""
+    model = tiny(kind)
+    before = model.state_dict()
+    report = convert_linears(model, RECIPE, LayerFilter())
+    assert set(report.converted) == EXPECTED
+    assert report.skipped == {"lm_head": "output head"}
+    assert {n for n, m in model.named_modules() if isinstance(m, ReferenceFp8Linear)} == EXPECTED
+    assert report.summary() == "FP8: converted 14 of 15 linear layers (1 kept: lm_head (output head))"
+    assert_equal_dicts(model.state_dict(), before)
+    assert type(model.lm_head) is nn.Linear
+
+
+def test_a_converted_model_differs_and_learns():
+    """The forward is FP8 (not bit-equal to stock), and every converted weight gets a gradient."""
+    model = tiny()
+    ids = torch.randint(0, 96, (2, 9), generator=torch.Generator().manual_seed(0))
+    stock, _ = loss_and_gradients(model, ids)
+    convert_linears(model, RECIPE, LayerFilter())
+    loss, gradients = loss_and_gradients(model, ids)
+    assert loss != stock
+    assert all(gradients[f"{n}.weight"].any() for n in EXPECTED)
+
+
+def test_meta_device():
+    """verl builds the model on the meta device on all ranks but one: the same layers, nothing materialised."""
+    model = tiny(device="meta")
+    assert set(convert_linears(model, RECIPE, LayerFilter()).converted) == EXPECTED
+    assert all(p.is_meta for p in model.parameters())
+    stock = tiny()
+    model.load_state_dict(stock.state_dict(), assign=True)
+    assert_equal_dicts(model.state_dict(), stock.state_dict())
+
+
+def test_what_a_module_carries_stays():
+    """Parameter objects, requires_grad, dtype, hooks and mode."""
+    model = nn.Sequential(nn.Linear(32, 32, dtype=torch.bfloat16), nn.Linear(32, 32)).eval()
+    model[0].weight.requires_grad_(False)
+    calls = []
+    model[0].register_forward_hook(lambda *_: calls.append(1))
+    parameters = list(model.parameters())
+    convert_linears(model, RECIPE, LayerFilter())
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert not model[0].weight.requires_grad
+    assert not model[0].training
+    model[0](torch.randn(2, 32, dtype=torch.bfloat16))
+    assert calls == [1]
+
+
+def test_a_converted_model_can_be_copied_and_pickled():
+    """torch.save of whole modules and deepcopy (reference policies) keep class and recipe."""
+    model = converted_linear()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(other[0]) is ReferenceFp8Linear
+        assert other[0].recipe == RECIPE
+    assert f"fp8={RECIPE.digest()}" in repr(model)
+
+
+def test_tied_head_stays_tied():
+    """A head tied to the embedding is kept, by its name, even if a pattern excludes it as well."""
+    model = tiny(tie=True)
+    report = convert_linears(model, RECIPE, LayerFilter(exclude=("lm_head",)))
+    assert set(report.converted) == EXPECTED
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_tied_weight_of_any_name_stays():
+    """The weight's other owner would not follow."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(64, 32)
+            self.out = nn.Linear(32, 64, bias=False)
+            self.inner = nn.Linear(32, 32)
+            self.out.weight = self.embed.weight
+
+    report = convert_linears(Model(), RECIPE, LayerFilter())
+    assert report.converted == ("inner",)
+    assert report.skipped == {"out": "weight tied to embed"}
+
+
+class OtherLinear(nn.Linear):
+    """A subclass with a forward of its own, as quantised layers have."""
+
+
+def test_subclasses_stay():
+    """Of a subclass we do not know what its forward adds."""
+    model = nn.Sequential(OtherLinear(32, 32), nn.Linear(32, 32))
+    report = convert_linears(model, RECIPE, LayerFilter())
+    assert report.converted == ("1",)
+    assert report.skipped == {"0": "not a plain nn.Linear but OtherLinear"}
+
+
+def test_nothing_to_convert_is_an_error():
+    """A run that asked for FP8 must not train in bf16; so converting twice, or a lone layer, is one too."""
+    model = nn.Sequential(nn.Linear(32, 32))
+    convert_linears(model, RECIPE, LayerFilter())
+    for empty in (model, nn.Sequential(nn.ReLU()), nn.Linear(4, 4)):
+        with pytest.raises(ConfigError, match="nothing to convert"):
+            convert_linears(empty, RECIPE, LayerFilter())
+
+
+def test_unknown_backend():
+    """The key and the known backends are named, and the model is untouched."""
+    model = nn.Sequential(nn.Linear(32, 32))
+    with pytest.raises(ConfigError, match=r"fp8\.backend='te2'.*reference"):
+        convert_linears(model, RECIPE, LayerFilter(), backend="te2")
+    assert type(model[0]) is nn.Linear
+
+
+def test_peft_is_refused():
+    """LoRA's base layers and adapters are plain nn.Linear inside: converting them would quantise the adapter."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(tiny(), peft.LoraConfig(target_modules=["q_proj"], r=2))
+    with pytest.raises(ConfigError, match="lora_rank"):
+        convert_linears(model, RECIPE, LayerFilter())
+    assert not [m for m in model.modules() if isinstance(m, ReferenceFp8Linear)]
+
+
+class Wrapper(nn.Module):
+    """What a backend with modules of its own returns."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.weight = linear.weight
+
+
+def test_a_backend_may_return_new_modules_and_limit_shapes():
+    """Replacements land under every name a shared module has; `multiple` becomes a reason."""
+
+    def convert(linear, recipe):
+        assert recipe is RECIPE
+        return Wrapper(linear)
+
+    convert.multiple = (8, 16)
+    shared = nn.Linear(32, 32)
+    model = nn.ModuleDict({"a": shared, "b": nn.ModuleList([shared]), "narrow": nn.Linear(24, 32)})
+    weight = shared.weight
+    report = convert_linears(model, RECIPE, LayerFilter(), "other", {"other": convert})
+    assert report.converted == ("a", "b.0")
+    assert report.skipped == {"narrow": "in_features not a multiple of 16"}
+    assert model["a"] is model["b"][0]
+    assert isinstance(model["a"], Wrapper)
+    assert model["a"].weight is weight
+    assert set(BACKENDS) >= {"reference"}
+
+
+def test_summary_counts_by_leaf_and_reason():
+    """One line, however many layers."""
+    model = nn.ModuleDict(
+        {f"layer{i}": nn.ModuleDict({"gate": nn.Linear(32, 4), "fc": nn.Linear(32, 32)}) for i in range(3)}
+    )
+    summary = convert_linears(model, RECIPE, LayerFilter(exclude=("layer0.fc",))).summary()
+    assert summary == (
+        "FP8: converted 2 of 6 linear layers (3 kept: gate (MoE router); 1 kept: fc (excluded by 'layer0.fc'))"
+    )
