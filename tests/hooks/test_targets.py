@@ -355,8 +355,8 @@ from vllm.model_executor.kernels import linear
 from vllm.platforms import PlatformEnum
 before = list(linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU])
 from verl_fp8.rollout import linear_cpu
-vllm_cpu.install()
-vllm_cpu.install()
+linear_cpu.install()
+linear_cpu.install()
 after = linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU]
 assert after[1:] == before
 from vllm.config import VllmConfig, set_current_vllm_config

@@ -6,7 +6,7 @@ import transformers
 
 from verl_fp8.errors import ConfigError
 from verl_fp8.layers.filter import LayerFilter
-from verl_fp8.layers.shapes import linear_shapes, load_config, split_layers
+from verl_fp8.layers.shapes import load_config, shapes_of_config, split_layers
 from verl_fp8.numerics.recipe import WHOLE, Recipe
 from verl_fp8.rules.tensor_parallel import check_tensor_parallel
 from verl_fp8.trainer.convert import convert_linears
@@ -32,7 +32,7 @@ def meta_model(config):
 
 def test_shapes_are_those_of_the_weights():
     """(out, in) of every nn.Linear by its name in the model, the head included."""
-    shapes = linear_shapes(llama(num_hidden_layers=1))
+    shapes = shapes_of_config(llama(num_hidden_layers=1))
     prefix = "model.layers.0"
     assert shapes == {
         f"{prefix}.self_attn.q_proj": (256, 256),
@@ -64,7 +64,7 @@ def test_the_configuration_is_the_one_verl_builds_the_model_from(tiny_model, mak
     assert load_config(node("/nowhere", hf_config_path=make_model("llama"))).model_type == "llama"
     for override in ({"num_hidden_layers": 1}, {"model_config": {"num_hidden_layers": 1}}):
         config = load_config(node(tiny_model, override_config=override | {"attn_implementation": "sdpa"}))
-        assert config.num_hidden_layers == 1 and len(linear_shapes(config)) == 8
+        assert config.num_hidden_layers == 1 and len(shapes_of_config(config)) == 8
     assert load_config(node(tiny_model)).num_hidden_layers == 2
 
 
@@ -77,13 +77,13 @@ def test_nothing_to_convert_is_an_error_with_the_reasons():
 def test_experts_of_another_layout_are_refused():
     """Biased, transposed, interleaved experts (GPT-OSS) are not what the trainer's and vLLM's FP8 experts compute."""
     with pytest.raises(ConfigError, match=r"GptOssExperts at model\.layers\.0\.mlp\.experts"):
-        linear_shapes(transformers.GptOssConfig(num_hidden_layers=1, num_local_experts=4))
+        shapes_of_config(transformers.GptOssConfig(num_hidden_layers=1, num_local_experts=4))
 
 
 def test_a_model_that_is_no_causal_lm_is_refused():
     """transformers' own ValueError names no key."""
     with pytest.raises(ConfigError, match=r"Qwen2_5_VLConfig.*text-only"):
-        linear_shapes(transformers.Qwen2_5_VLConfig())
+        shapes_of_config(transformers.Qwen2_5_VLConfig())
 
 
 def parallel(tp: int, block=(128, 128), exclude=(), **changes):

@@ -86,7 +86,7 @@ def test_every_wrapped_function_of_verl_has_a_patch():
     hooks = set()
     for path in (ROOT / "verl_fp8").rglob("*.py"):
         source = path.read_text()
-        hooks |= set(re.findall(r'carries\(\w+, "(\w+)"\)', source))
+        hooks |= set(re.findall(r'carries\(\s*\w+, "(\w+)"\s*\)', source))
         if "carries(trainer_base, name)" in source:
             hooks |= {"_compute_advantage", "_update_actor"}
         if "carries(utils, name)" in source:
@@ -296,7 +296,7 @@ module = importlib.util.module_from_spec(spec)
 sys.modules[name] = vllm.model_executor.layers.utils = module
 spec.loader.exec_module(module)
 from verl_fp8.rollout import linear_cpu
-vllm_cpu.install()
+linear_cpu.install()
 assert not isinstance(module.dispatch_cpu_unquantized_gemm, wrapt.FunctionWrapper)
 layer = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
 layer.weight.requires_grad_(False)

@@ -25,10 +25,10 @@ from verl_fp8.numerics import (
     linear,
     quantize,  # noqa: E402
 )
-from verl_fp8.rollout.arguments import fp8_arguments, settings_of  # noqa: E402
-from verl_fp8.rollout.environment import environment
+from verl_fp8.rollout.arguments import fp8_arguments  # noqa: E402
+from verl_fp8.rollout.environment import environment  # noqa: E402
 from verl_fp8.switches.hardware import Hardware, assume  # noqa: E402
-from verl_fp8.switches.settings import NODE
+from verl_fp8.switches.settings import NODE, settings_of
 
 HOPPER, BLACKWELL = Hardware((9, 0), (13, 0)), Hardware((10, 0), (13, 0))
 

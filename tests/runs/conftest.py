@@ -48,12 +48,20 @@ def command(data_dir):
 
     def make(model: str, out: Path, *overrides: str) -> list[str]:
         return [
-            sys.executable, "-m", "verl.trainer.main_ppo",
-            "--config-dir", str(ROOT / "recipes"), "--config-name", "quickstart",
-            f"hydra.run.dir={out}/hydra", f"actor_rollout_ref.model.path={model}",
-            f"data.train_files={data_dir}/train.parquet", f"data.val_files={data_dir}/val.parquet",
+            sys.executable,
+            "-m",
+            "verl.trainer.main_ppo",
+            "--config-dir",
+            str(ROOT / "recipes"),
+            "--config-name",
+            "quickstart",
+            f"hydra.run.dir={out}/hydra",
+            f"actor_rollout_ref.model.path={model}",
+            f"data.train_files={data_dir}/train.parquet",
+            f"data.val_files={data_dir}/val.parquet",
             f"reward.custom_reward_function.path={ROOT}/recipes/reward.py",
-            f"trainer.default_local_dir={out}/checkpoints", "actor_rollout_ref.actor.optim.lr=1e-3",
+            f"trainer.default_local_dir={out}/checkpoints",
+            "actor_rollout_ref.actor.optim.lr=1e-3",
             *overrides,
         ]
 

@@ -39,7 +39,10 @@ def test_ais_by_mini_batch_with_a_measured_floor(root, tmp_path, capsys):
 
     log = (out / "train.log").read_text()
     assert "FP8 rollout of 14 of 15 linear layers, actor in bf16, weights per tensor, activations per tensor" in log
-    assert "FP8 rollout: 14 linear layers, kernel ReferenceFp8LinearMethod" in log and "all bytes equal to the trainer's" in log
+    assert (
+        "FP8 rollout: 14 linear layers, kernel ReferenceFp8LinearMethod" in log
+        and "all bytes equal to the trainer's" in log
+    )
     steps = [json.loads(line)["data"] for line in (out / "metrics.jsonl").read_text().splitlines()]
     # Two layers of four 256x256 and three 256x512 weights; fourteen float32 scales.
     assert {s["fp8/sync_bytes_per_weight"] for s in steps} == {1 + 14 * 4 / (2 * (4 * 256**2 + 3 * 256 * 512))}

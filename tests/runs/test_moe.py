@@ -7,7 +7,9 @@ pytestmark = pytest.mark.e2e
 
 def test_unified_fp8_and_ais_on_a_mixture_of_experts(train, make_model, tmp_path):
     """Every expert of both layers in FP8 on both sides, one recipe, one byte a weight, each sync verified by value."""
-    run = train(make_model("qwen3_moe"), tmp_path, "+fp8=unified", "+is_correction=ais", "trainer.total_training_steps=3")
+    run = train(
+        make_model("qwen3_moe"), tmp_path, "+fp8=unified", "+is_correction=ais", "trainer.total_training_steps=3"
+    )
     assert run.code == 0, run.log[-3000:]
     assert len(run.steps) == 3
     # 2 layers x (4 attention + 8 experts x 3); 2 routers and lm_head are kept.

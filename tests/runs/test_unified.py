@@ -106,7 +106,12 @@ def test_exact_mode_has_no_mismatch(train, tiny_model, tmp_path):
 def test_rollout_mode_with_bf16_transport(train, tiny_model, tmp_path):
     """+fp8=rollout with fp8.weight_sync=bf16: bf16 actor, FP8 rollout quantised on arrival, two bytes a weight."""
     run = train(
-        tiny_model, tmp_path, "+fp8=rollout", "+is_correction=ais", "fp8.weight_sync=bf16", "trainer.total_training_steps=2"
+        tiny_model,
+        tmp_path,
+        "+fp8=rollout",
+        "+is_correction=ais",
+        "fp8.weight_sync=bf16",
+        "trainer.total_training_steps=2",
     )
     assert run.code == 0, run.log[-3000:]
     assert set(run.metric("fp8/sync_bytes_per_weight")) == {2.0}

@@ -57,4 +57,5 @@ def stage() -> None:
     from verl_fp8.correction import stage as stage_module
 
     require("correction.stage")
+    require("correction.reweight")
     stage_module.attach()

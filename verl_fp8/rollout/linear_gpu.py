@@ -32,6 +32,7 @@ _MANTISSA = 0x7FFFFF
 def install() -> None:
     """Idempotent: vLLM loads general plugins once a process but may call the function again."""
     require("rollout.linear_gpu")
+    require("rollout.serving")
     from vllm.model_executor.custom_op import CustomOp, op_registry_oot
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8

@@ -52,7 +52,7 @@ _VLLM = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 def targets_of(file: str) -> dict[str, str]:
     """Dotted path -> ``_target_``, for every class of ours that ``verl_fp8/conf/<file>.yaml`` puts into verl's configuration."""
     tree = OmegaConf.to_container(OmegaConf.load(resources.files("verl_fp8.conf") / f"{file}.yaml"), resolve=False)
-    return {path: value for path, value in _walk(tree) if path.endswith("._target_")}
+    return {path: value for path, value in sorted(_walk(tree)) if path.endswith("._target_")}
 
 
 def check_groups(config: DictConfig) -> None:

@@ -45,13 +45,14 @@ def of(*used_by: str) -> Any:
 
 
 _config, _check, _engine, _cpu, _stage = (
-    of(name) for name in ("hooks.targets", "tools.check", "trainer.engine_fsdp", "cpu.platform", "correction.stage")
+    of(name) for name in ("hooks.targets", "tools.overrides", "trainer.engine_fsdp", "cpu.platform", "correction.stage")
 )
 _adapter, _rollout, _vllm_cpu, _exact = (
     of(name) for name in ("sync.sender", "rollout.worker", "rollout.linear_cpu", "rollout.exact")
 )
-_corrections, _replay, _moe = of("correction.verls_methods"), of("tools.runs.replay"), of("rollout.experts_cpu")
-_kernel = of("rollout.linear_cpu", "rollout.linear_gpu")
+_corrections, _reweight = of("correction.verls_methods"), of("correction.reweight")
+_replay, _moe = of("tools.runs.replay"), of("rollout.experts_cpu")
+_kernel, _serving = of("rollout.linear_cpu", "rollout.linear_gpu"), of("rollout.serving")
 _vllm_gpu, _moe_gpu, _certify = (
     of("rollout.linear_gpu"),
     of("rollout.experts_gpu"),
@@ -76,13 +77,13 @@ _PLATFORM = "verl.plugin.platform.platform_base.PlatformBase"
 # fmt: off
 SYMBOLS: tuple[Symbol, ...] = (
     # The driver's checks and verl's configuration classes.
-    of("hooks.verl_plugin", "tools.check")("verl.utils.config.validate_config", "the driver's checks", "config",
+    of("hooks.verl_plugin", "tools.overrides")("verl.utils.config.validate_config", "the driver's checks", "config",
         "use_reference_policy", "use_critic"),
     of("hooks.verl_plugin")("verl.trainer.main_ppo.run_ppo", "the checks for other entry points", "config", "task_runner_class"),
     of("rules.run")("verl.trainer.main_ppo.TaskRunnerV1", "the one that trains with the V1 trainer", bare=True),
     _check("verl.trainer.ppo.utils.need_critic", "argument of validate_config", "config"),
     _check("verl.trainer.ppo.utils.need_reference_policy", "argument of validate_config", "config"),
-    of("tools.check", "tools.explain")("verl.utils.device.auto_set_device", "what main_ppo does before validate_config", "config"),
+    of("tools.overrides", "tools.explain")("verl.utils.device.auto_set_device", "what main_ppo does before validate_config", "config"),
     of("layers.shapes", "tools.mismatch.certify", "tools.mismatch.attribute")("verl.utils.fs.copy_to_local", "the model from where verl reads it", "src"),
     _config("verl.workers.config.FSDPActorConfig", "base class; picks the engine", "strategy", "fsdp_config"),
     _config("verl.workers.config.FSDPActorConfig.validate", "reaches the driver's checks", "n_gpus",
@@ -96,10 +97,10 @@ SYMBOLS: tuple[Symbol, ...] = (
         "tensor_model_parallel_size", "expert_tensor_parallel_size", "dynamic_context_parallel",
         "override_transformer_config", "use_mbridge", "vanilla_mbridge", "use_megatron_fsdp", "qat"),
     of("rules.megatron")("verl.workers.config.McoreOptimizerConfig", "told the recipe", "override_optimizer_config"),
-    _config("verl.workers.config.HFModelConfig", "base class; built by the task runner", "path", "hf_config_path",
+    of("hooks.targets", "rules.groups")("verl.workers.config.HFModelConfig", "base class; built by the task runner", "path", "hf_config_path",
             "trust_remote_code",
             "external_lib", "override_config", "lora_rank", "lora", "lora_adapter_path", "mtp"),
-    _config("verl.workers.config.RolloutConfig", "base class; its engine_kwargs reach vLLM last", "name", "top_k",
+    of("hooks.targets", "rules.groups")("verl.workers.config.RolloutConfig", "base class; its engine_kwargs reach vLLM last", "name", "top_k",
             "top_p",
             "repetition_penalty", "dtype", "tensor_model_parallel_size", "logprobs_mode", "engine_kwargs",
             "calculate_log_probs",
@@ -143,7 +144,7 @@ SYMBOLS: tuple[Symbol, ...] = (
                  "rollout_log_prob", "response_mask", "rollout_is", "rollout_is_threshold",
                  "rollout_is_batch_normalize", "rollout_rs",
                  "rollout_rs_threshold"),
-    _corrections("verl.utils.tensordict_utils.make_iterator", "the rows of a mini-batch", "tensordict",
+    _reweight("verl.utils.tensordict_utils.make_iterator", "the rows of a mini-batch", "tensordict",
                  "mini_batch_size", "epochs", "seed",
                  "dataloader_kwargs"),
     _replay(f"{_ROLLOUT_CORR}.compute_rollout_correction_weights", "verl's weights on a dump", "log_ratio",
@@ -152,8 +153,8 @@ SYMBOLS: tuple[Symbol, ...] = (
     _replay(f"{_ROLLOUT_CORR}.compute_rollout_rejection_mask", "verl's rejection on a dump", "log_ratio",
             "response_mask", "rollout_rs",
             "rollout_rs_threshold"),
-    of("trainer.checkpoint")("verl.utils.checkpoint.checkpoint_manager.find_latest_ckpt_path", "whether a run resumes", "path"),
-    of("trainer.checkpoint")("verl.utils.checkpoint.checkpoint_manager.get_checkpoint_tracker_filename", "names it", "root_path"),
+    of("rules.resume")("verl.utils.checkpoint.checkpoint_manager.find_latest_ckpt_path", "whether a run resumes", "path"),
+    of("rules.resume")("verl.utils.checkpoint.checkpoint_manager.get_checkpoint_tracker_filename", "names it", "root_path"),
     # The weight sync, both ends.
     of("hooks.register")("verl.workers.rollout.base._ROLLOUT_REGISTRY['vllm', 'async']", "names the server adapter",
         bare=True),
@@ -218,7 +219,7 @@ SYMBOLS: tuple[Symbol, ...] = (
     # vLLM on a GPU.
     of("hooks.vllm_plugin")("vllm.platforms.current_platform.is_cuda", "whether to register for CUDA"),
     _vllm_gpu("vllm.platforms.current_platform.is_cuda", "where the kernel serves"),
-    _vllm_gpu("vllm.config.get_current_vllm_config_or_none", "finds the fp8 node"),
+    _serving("vllm.config.get_current_vllm_config_or_none", "finds the fp8 node"),
     _vllm_gpu("vllm.model_executor.custom_op.CustomOp.register_oot", "replaces the quantiser", "name"),
     _vllm_gpu("vllm.model_executor.custom_op.op_registry_oot", "asks whether it is replaced", bare=True),
     _vllm_gpu(_QUANT, "base class", "static", "group_shape", "column_major_scales", "tma_aligned_scales", "use_ue8m0",

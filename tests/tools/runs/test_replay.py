@@ -178,7 +178,10 @@ DAMAGE = {
     "truncated": (lambda p: p.write_bytes(p.read_bytes()[:-40]), "no readable safetensors"),
     "header only": (lambda p: p.write_bytes(p.read_bytes()[:20]), "no readable safetensors"),
     "empty": (lambda p: p.write_bytes(b""), "no readable safetensors"),
-    "other schema": (lambda p: rewrite(p, lambda t: None, {"schema": "verl_fp8.correction.dump/9"}), "schema 'verl_fp8.correction.dump/9'"),
+    "other schema": (
+        lambda p: rewrite(p, lambda t: None, {"schema": "verl_fp8.correction.dump/9"}),
+        "schema 'verl_fp8.correction.dump/9'",
+    ),
     "no schema": (lambda p: save_file(load_file(p), p), "schema None"),
     "no step": (lambda p: rewrite(p, lambda t: None, {"step": "x"}), "metadata"),
     "config": (lambda p: rewrite(p, lambda t: None, {"config": "[1]"}), "metadata"),

@@ -1,1 +1,3 @@
-"""``verl-fp8 doctor``: ``facts`` looks, in a process of its own; ``diagnosis`` judges; ``command`` asks every node and prints."""
+"""``verl-fp8 doctor``: ``facts`` looks, in a process of its own; ``diagnosis`` judges; ``command`` asks every node
+and prints.
+"""

@@ -1,0 +1,3 @@
+"""What runs have left: ``replay`` weighs a dump by every correction, ``report`` draws verl's logs, ``figures``
+counts.
+"""
