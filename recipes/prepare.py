@@ -9,7 +9,7 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SPECIAL = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
-# 61 characters and 3 special tokens: vocab_size equals len(tokenizer), as verl masks logits beyond len(tokenizer) in the
+# 61 characters and 3 special tokens: vocab_size equals len(tokenizer), as verl masks logits beyond it in the
 # rollout but not in the trainer.
 ALPHABET = "\n abcdefghijklmnopqrstuvwxyz0123456789ABCDEFGHIJKLMNOPQRS+-?="
 

@@ -7,7 +7,7 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
     """Reward in [0, 1], with something to climb from the first step on.
 
     ``digit``: the share of the answer's characters that are the asked digit.
-    ``sum``: 0.3 for answering in digits alone (their share among the characters that are no blanks), and 0.7 / (1 + error)
+    ``sum``: 0.3 for answering in digits alone (their share of the characters but blanks), and 0.7 / (1 + error)
     for the first number of the answer.
     """
     text = solution_str.replace("<|im_end|>", "").strip()

@@ -16,13 +16,14 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
-import runpy  # noqa: E402
-from pathlib import Path  # noqa: E402
+import runpy
+from pathlib import Path
 
-# Imported here, at shallow stack depth: its pytest plugin would import it in the terminal summary, where CPython 3.11's ast
+# Imported here, at shallow stack depth: its pytest plugin would import it in the terminal summary, where the ast of
+# CPython 3.11
 # module fails with "recursion depth mismatch" after a test of the weight transport.
-import hypothesis  # noqa: E402, F401
-import pytest  # noqa: E402
+import hypothesis  # noqa: F401
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 STARTS_RAY = (

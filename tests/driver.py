@@ -40,7 +40,7 @@ def refusal(act, *args, **kwargs) -> str | None:
     """The sentence of the exception that ``act`` ends with: ours if one is behind it, else the whole chain; or None."""
     try:
         act(*args, **kwargs)
-    except Exception as error:  # noqa: BLE001 - whatever refuses the run is the answer
+    except Exception as error:
         cause = root_cause(error)
         if cause is not error:
             return str(cause)

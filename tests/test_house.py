@@ -146,8 +146,11 @@ def test_the_tests_have_the_same_rooms():
         assert not parts or parts[0] in {"recipes", "patches", "runs"} or (PACKAGE.joinpath(*parts)).is_dir(), path
 
 
-@pytest.mark.parametrize("name", ["errors", "numerics.recipe", "numerics.blocks", "numerics.quantize", "numerics.linear",
-                                  "layers.filter", "correction.ais", "switches.settings", "sync.stream", "sync.gather"])  # fmt: skip
+PURE = ("errors", "numerics.recipe", "numerics.blocks", "numerics.quantize", "numerics.linear", "layers.filter")
+PURE += ("correction.ais", "switches.settings", "sync.stream", "sync.gather")
+
+
+@pytest.mark.parametrize("name", PURE)
 def test_the_arithmetic_knows_no_framework(name):
     """These run anywhere, without verl, vLLM or TransformerEngine."""
     assert not {found.partition(".")[0] for found in imports(f"verl_fp8.{name}")} & UPSTREAM
@@ -187,8 +190,10 @@ def test_users_get_errors_not_assertions(name):
     assert not [node.lineno for node in ast.walk(TREES[name]) if isinstance(node, ast.Assert)]
 
 
-@pytest.mark.parametrize("name", ["errors", "numerics.recipe", "layers.filter", "switches.settings", "upstream.contract",
-                                  "hooks.verl_plugin"])  # fmt: skip
+LIGHT = ("errors", "numerics.recipe", "layers.filter", "switches.settings", "upstream.contract", "hooks.verl_plugin")
+
+
+@pytest.mark.parametrize("name", LIGHT)
 def test_the_light_files_load_neither_torch_nor_hydra(name):
     """Measured in a process of its own: the switches' values, the table and the entry point cost no such import."""
     code = f"import sys, verl_fp8.{name}; print(*{{'torch', 'hydra'}} & set(sys.modules))"

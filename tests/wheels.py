@@ -1,4 +1,4 @@
-"""Other versions of a dependency, unpacked beside the installed one: fetched once into pytest's cache, never installed."""
+"""Other versions of a dependency, unpacked beside the installed one: fetched once into pytest's cache."""
 
 import os
 import re
@@ -32,7 +32,7 @@ def unpacked(cache: pytest.Cache, name: str, version: str, *suffixes: str, pytho
         suffixes: unpack only files that end so.
         python: the Python whose wheel is wanted, where there is none for this one.
 
-    Skips the test where there is no network, or ``VERL_FP8_TESTS_OFFLINE=1`` says so; any other failure of pip fails it.
+    Skips the test where there is no network, or ``VERL_FP8_TESTS_OFFLINE=1`` is set; any other failure of pip fails it.
     """
     folder = cache.mkdir("wheels") / "-".join((name, version, *(s.strip(".") for s in suffixes)))
     if (folder / ".complete").exists():

@@ -4,6 +4,8 @@ Every message says what was asked, what was found and what to do about it. Preci
 wish that cannot be met raises one of these.
 """
 
+from typing import Any
+
 
 class Fp8Error(Exception):
     """Base of every error raised by verl_fp8.
@@ -40,3 +42,8 @@ class ContractError(Fp8Error, RuntimeError):
 
 class SyncError(Fp8Error, RuntimeError):
     """The trainer and the rollout disagree: weight checksums, layer lists or recipes."""
+
+
+def is_number(value: Any) -> bool:
+    """Whether a configured value is a number. To Python ``True`` is one; to a user ``true`` is not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)

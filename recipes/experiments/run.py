@@ -104,7 +104,7 @@ def train(setting: str, seed: int, folder: Path) -> Iterator[dict[str, float]]:
     from verl_fp8.switches.settings import Fp8Settings
     from verl_fp8.sync.stream import SCALE_SUFFIX, WEIGHT_SUFFIX, Incoming, outgoing
     from verl_fp8.tools.mismatch.causes import to_codes
-    from verl_fp8.tools.mismatch.compare import compare
+    from verl_fp8.tools.mismatch.compare import log_prob_difference
     from verl_fp8.trainer.convert import convert_linears
 
     torch.set_num_threads(1)  # the order of sums, and with it every figure, would depend on it
@@ -196,7 +196,7 @@ def train(setting: str, seed: int, folder: Path) -> Iterator[dict[str, float]]:
             norms.append(float(torch.nn.utils.clip_grad_norm_(trainer.parameters(), 1.0)))
             optimizer.step()
         valid = mask.bool()
-        difference = compare(old[valid].double(), rolled[valid].double())
+        difference = log_prob_difference(old[valid].double(), rolled[valid].double())
         figures = {
             "reward": rewards.mean(), "k3": difference["k3"], "mean_abs_logp_diff": difference["mean"],
             "grad_norm": statistics.fmean(norms), "entropy": entropy[valid].mean(),

@@ -2,9 +2,10 @@
 
     python tests/benchmarks/moe_memory.py [--experts 32 --top-k 4 --hidden 512 --width 256 --tokens 512]
 
-Three ways over one set of weights: the fused experts path (verl_fp8.trainer.experts), an nn.Linear a projection and expert turned into
-ReferenceFp8Linear ("dense swap"), and transformers' own bf16 grouped_mm. Counted by torch's MemTracker: bytes of live storages,
-weights and their gradients included. The reference backend's, which dequantises on the way; ratios are what carries over.
+Three ways over one set of weights: the fused experts path (verl_fp8.trainer.experts), an nn.Linear a projection and
+expert turned into ReferenceFp8Linear ("dense swap"), and transformers' own bf16 grouped_mm. Counted by torch's
+MemTracker: bytes of live storages, weights and their gradients included. The reference backend's, which dequantises on
+the way; ratios are what carries over.
 """
 
 import argparse
@@ -71,7 +72,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(
-        hidden_size=args.hidden, moe_intermediate_size=args.width, num_experts=args.experts, num_experts_per_tok=args.top_k,
+        hidden_size=args.hidden, moe_intermediate_size=args.width,
+        num_experts=args.experts, num_experts_per_tok=args.top_k,
     )  # fmt: skip
     config._experts_implementation = "grouped_mm"
     plain = transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeExperts(config).to(torch.bfloat16)
@@ -85,10 +87,12 @@ def main() -> None:
     inputs = (x, index, scores.to(torch.bfloat16))
     weights = sum(p.nbytes for p in plain.parameters())
     print(
-        f"{args.experts} experts {args.hidden}x{args.width}, {args.tokens} tokens, {args.top_k} each; weights {weights / 2**20:.0f} MiB"
+        f"{args.experts} experts {args.hidden}x{args.width}, {args.tokens} tokens, {args.top_k} each; "
+        f"weights {weights / 2**20:.0f} MiB"
     )
     results = {name: peak(m, inputs) for name, m in (
-        ("fp8 experts path", fused), ("fp8 dense swap", DenseExperts(plain, recipe)), ("bf16 grouped_mm", plain))}  # fmt: skip
+        ("fp8 experts path", fused), ("fp8 dense swap", DenseExperts(plain, recipe)), ("bf16 grouped_mm", plain)
+    )}  # fmt: skip
     for name, (size, _) in results.items():
         print(f"{name:18} peak {size / 2**20:8.1f} MiB  {size / weights:5.2f} x weights")
     same = torch.equal(results["fp8 experts path"][1], results["fp8 dense swap"][1])

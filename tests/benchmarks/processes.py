@@ -1,4 +1,5 @@
-"""The parts that start vLLM, trainers and whole runs, on SmolLM2-135M as the quickstart prepares it (``runs/smollm2``)."""
+"""The parts that start vLLM, trainers and whole runs, on SmolLM2-135M as the quickstart prepares it
+(``runs/smollm2``)."""
 
 import json
 import os
@@ -14,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 MODEL = Path(os.environ.get("BENCHMARK_MODEL", ROOT / "runs/smollm2/model"))
 # What setup.sh exports for every run.
 ENVIRONMENT = {
-    **os.environ, "PYTHONPATH": str(ROOT), "VERL_DISABLE_TRITON_FP8": "1", "VLLM_CPU_CI_ENV": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
+    **os.environ, "PYTHONPATH": str(ROOT), "VERL_DISABLE_TRITON_FP8": "1", "VLLM_CPU_CI_ENV": "1",
+    "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0",
 }  # fmt: skip
 
@@ -111,9 +113,11 @@ def _train(steps: int, *overrides: str, model: Path = MODEL, **environment: str)
     with tempfile.TemporaryDirectory(prefix="verl_fp8_benchmark_") as folder:
         data, metrics = model.parent / "data", Path(folder) / "metrics.jsonl"
         command = [
-            sys.executable, "-m", "verl.trainer.main_ppo", "--config-dir", str(ROOT / "recipes"), "--config-name", "quickstart",
-            f"hydra.run.dir={folder}/hydra", f"actor_rollout_ref.model.path={model}", f"data.train_files={data}/train.parquet",
-            f"data.val_files={data}/val.parquet", f"reward.custom_reward_function.path={ROOT}/recipes/reward.py",
+            sys.executable, "-m", "verl.trainer.main_ppo",
+            "--config-dir", str(ROOT / "recipes"), "--config-name", "quickstart",
+            f"hydra.run.dir={folder}/hydra", f"actor_rollout_ref.model.path={model}",
+            f"data.train_files={data}/train.parquet", f"data.val_files={data}/val.parquet",
+            f"reward.custom_reward_function.path={ROOT}/recipes/reward.py",
             f"trainer.default_local_dir={folder}/checkpoints", f"trainer.total_training_steps={steps}", *overrides,
         ]  # fmt: skip
         env = {
@@ -136,7 +140,8 @@ def _train(steps: int, *overrides: str, model: Path = MODEL, **environment: str)
 
 
 def sync() -> list[Result]:
-    """Wall time of one weight sync over verl's shared-memory transport, sender and vLLM in one process; three ways in turns.
+    """Wall time of one weight sync over verl's shared-memory transport, sender and vLLM in one process; three ways in
+    turns.
 
     In a whole run verl's timing_s/update_weights says the same, but three of them an hour are no measurement.
     """

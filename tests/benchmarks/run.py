@@ -2,9 +2,10 @@
 
     python tests/benchmarks/run.py [PART ...] [--json FILE] [--html FILE] [--list]
 
-Each part times the package and what it is compared with in turns and takes the ratio of the medians, so that a machine's other
-load falls on both. Absolute times do not carry over from machine to machine. Without names the parts of ``kernels.py`` run (two
-minutes); those of ``processes.py``, which start vLLM, trainers and whole runs on SmolLM2, must be named or asked for by ``--all``.
+Each part times the package and what it is compared with in turns and takes the ratio of the medians, so that a
+machine's other load falls on both. Absolute times do not carry over from machine to machine. Without names the parts of
+``kernels.py`` run (two minutes); those of ``processes.py``, which start vLLM, trainers and whole runs on SmolLM2, must
+be named or asked for by ``--all``.
 """
 
 import argparse
@@ -19,12 +20,12 @@ from pathlib import Path
 os.environ.setdefault("VERL_PLATFORM", "cpu")
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
-import kernels  # noqa: E402
-import processes  # noqa: E402
-import torch  # noqa: E402
-from measure import Result  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
+import kernels
+import processes
+import torch
+from measure import Result
+from rich.console import Console
+from rich.table import Table
 
 QUICK: dict[str, Callable[[], list[Result]]] = {
     "ais": kernels.ais,
@@ -86,7 +87,8 @@ def main() -> None:
     here = machine()
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(
-        f"{here['cpu']}, {here['cores']} cores, {here['threads']} threads, load {here['load']:.1f}, torch {here['torch']}"
+        f"{here['cpu']}, {here['cores']} cores, {here['threads']} threads, load {here['load']:.1f}, "
+        f"torch {here['torch']}"
     )
     console.print(table)
     if args.json:

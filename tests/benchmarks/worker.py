@@ -1,8 +1,10 @@
-"""A process of ``processes.py``: sets up what its arguments say, prints ``ready``, then does one measured piece of work a line.
+"""A process of ``processes.py``: sets up what its arguments say, prints ``ready``, then does one measured piece of work
+a line.
 
     python worker.py rollout|trainer|sync fp8|bf16|stock MODEL
 
-Each answer is one JSON object: ``seconds`` of the piece, and at the end of the input ``rss``, the process's largest resident set.
+Each answer is one JSON object: ``seconds`` of the piece, and at the end of the input ``rss``, the process's largest
+resident set.
 """
 
 import json
@@ -38,7 +40,9 @@ def rollout(kind: str, model: str) -> Callable[[], dict]:
     from verl_fp8.sync.stream import outgoing
     from verl_fp8.trainer.engine_fsdp import prepare_module
 
-    arguments = {"model": model, "dtype": "bfloat16", "seed": 0, "enforce_eager": True, "max_model_len": 128, "max_num_seqs": 64, "max_num_batched_tokens": 1024, "kv_cache_memory_bytes": 1 << 28, "enable_prefix_caching": False}  # fmt: skip
+    arguments = {"model": model, "dtype": "bfloat16", "seed": 0, "enforce_eager": True,
+                 "max_model_len": 128, "max_num_seqs": 64, "max_num_batched_tokens": 1024,
+                 "kv_cache_memory_bytes": 1 << 28, "enable_prefix_caching": False}  # fmt: skip
     if kind == "fp8":
         node = Fp8Settings.parse(FP8)
         arguments |= fp8_arguments(FP8, {"path": model}, {}) | {"quantization": "fp8", "load_format": "dummy"}
@@ -89,7 +93,9 @@ def sync(kind: str, model: str) -> Callable[[], dict]:
     settings = Fp8Settings.parse(FP8)
     module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     layers = prepare_module(module, settings)[0].converted
-    arguments = {"model": model, "dtype": "bfloat16", "enforce_eager": True, "max_model_len": 128, "max_num_seqs": 64, "max_num_batched_tokens": 1024, "kv_cache_memory_bytes": 1 << 28, "load_format": "dummy"}  # fmt: skip
+    arguments = {"model": model, "dtype": "bfloat16", "enforce_eager": True,
+                 "max_model_len": 128, "max_num_seqs": 64, "max_num_batched_tokens": 1024,
+                 "kv_cache_memory_bytes": 1 << 28, "load_format": "dummy"}  # fmt: skip
     if kind != "bf16":
         arguments |= fp8_arguments(FP8, {"path": model}, {}) | {"quantization": "fp8"}
     if kind == "stock":
@@ -125,7 +131,8 @@ def sync(kind: str, model: str) -> Callable[[], dict]:
 
 
 def trainer(kind: str, model: str) -> Callable[[], dict]:
-    """The model under FSDP2 as verl's engine builds it, fp32 masters and bf16 copies; a piece is one step on 32 rows."""
+    """The model under FSDP2 as verl's engine builds it, fp32 masters and bf16 copies; a piece is one step on 32
+    rows."""
     import torch.distributed as dist
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from transformers import AutoModelForCausalLM

@@ -33,7 +33,7 @@ def queue():
 
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))
-    register.stage()
+    register.attach_stage()
     yield tq
     tq.close()
     ray.shutdown()

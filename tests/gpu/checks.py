@@ -92,7 +92,7 @@ def gemm_error(values: dict) -> None:
     for scale_format in FORMATS:
         recipe = Recipe(scale_format=scale_format)
         (x_q, x_t), (dy_q, dy_t) = (scaled_mm.quantize_both(t, recipe) for t in (x, dy))
-        w_q, w_t = scaled_mm.quantize_weight(weight, recipe), scaled_mm.quantize_weight(weight, recipe, transposed=True)
+        w_q, w_t = scaled_mm.weight_operand(weight, recipe), scaled_mm.weight_operand(weight, recipe, transposed=True)
         for name, a, b in (("forward", x_q, w_q), ("dgrad", dy_q, w_t), ("wgrad", dy_t, x_t)):
             exact = a.dequantize().double() @ b.dequantize().double().t()
             error = relative(scaled_mm.gemm(a, b, torch.bfloat16), exact)
@@ -101,18 +101,19 @@ def gemm_error(values: dict) -> None:
             # Below a tenth of the FP8 noise of one product (3.7e-2): a wrong scale or layout is far above it.
             assert error < 3.7e-3, (scale_format, name, error)
     ragged = randn(37, 200, seed=4), randn(144, 200, seed=5)
-    a, b = scaled_mm.quantize_rows(ragged[0], Recipe()), scaled_mm.quantize_weight(ragged[1], Recipe())
+    a, b = scaled_mm.quantize_rows(ragged[0], Recipe()), scaled_mm.weight_operand(ragged[1], Recipe())
     error = relative(scaled_mm.gemm(a, b, torch.bfloat16), a.dequantize().double() @ b.dequantize().double().t())
     values["ragged 37x200x144: error"] = error
     assert error < 3.7e-3, error
 
 
 def batch_sizes(values: dict) -> None:
-    """Whether one token's FP8 product depends on how many others are in the batch (a rollout decodes few, training sees many)."""
+    """Whether one token's FP8 product depends on how many others are in the batch (a rollout decodes few, training sees
+    many)."""
     need_gpu(hopper=True)
     from verl_fp8.numerics import scaled_mm
 
-    x, w_q = randn(4096, 4096, seed=1), scaled_mm.quantize_weight(randn(4096, 4096, seed=2), Recipe())
+    x, w_q = randn(4096, 4096, seed=1), scaled_mm.weight_operand(randn(4096, 4096, seed=2), Recipe())
     whole = scaled_mm.gemm(scaled_mm.quantize_rows(x, Recipe()), w_q, torch.bfloat16)
     for rows in (1, 8, 64, 512):
         part = scaled_mm.gemm(scaled_mm.quantize_rows(x[:rows], Recipe()), w_q, torch.bfloat16)
@@ -133,7 +134,8 @@ def _backend(values: dict, backend: str) -> None:
                 values[f"{scale_format}, {backward}, {tokens} tokens: y, dx, dW1, db1, dW2, db2"] = " ".join(
                     f"{e:.1e}" for e in errors
                 )
-                # The second layer quantises a slightly different input: some codes flip. Below the FP8 noise of one product.
+                # The second layer quantises a slightly different input: some codes flip. Below the FP8 noise of one
+                # product.
                 assert max(errors) < 3.7e-2, errors
 
 
@@ -201,7 +203,7 @@ def vllm_product(values: dict) -> None:
     from verl_fp8.numerics import scaled_mm
 
     x, weight = randn(512, 4096, seed=1), randn(4096, 4096, seed=2, scale=0.02)
-    a, b = scaled_mm.quantize_rows(x, Recipe()), scaled_mm.quantize_weight(weight, Recipe())
+    a, b = scaled_mm.quantize_rows(x, Recipe()), scaled_mm.weight_operand(weight, Recipe())
     exact = a.dequantize().double() @ b.dequantize().double().t()
     ours = scaled_mm.gemm(a, b, torch.bfloat16)
     values["trainer (cuBLASLt): error"] = relative(ours, exact)

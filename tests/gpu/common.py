@@ -1,6 +1,7 @@
 """What the parts of tests/gpu/run.py share: where they run, their inputs, how two results are compared and timed.
 
-Bits are compared with verl_fp8.numerics.quantize on the CPU, which the unit tests hold to TransformerEngine's own reference.
+Bits are compared with verl_fp8.numerics.quantize on the CPU, which the unit tests hold to TransformerEngine's own
+reference.
 """
 
 import gc
@@ -74,7 +75,8 @@ def randn(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
 
 
 def outliers(*shape: int, seed: int = 0) -> torch.Tensor:
-    """bf16 values whose magnitude differs by up to 2^40 between rows and columns, with zeros, subnormals, infinity and NaN."""
+    """bf16 values whose magnitude differs by up to 2^40 between rows and columns, with zeros, subnormals, infinity and
+    NaN."""
     x = randn(*shape, seed=seed).cpu().float()
     generator = torch.Generator().manual_seed(seed + 1)
     x *= torch.exp2(torch.randint(-20, 20, (shape[0], 1), generator=generator).float())

@@ -12,7 +12,7 @@ from common import DEVICE, GPU, Skip, need
 from torch import nn
 
 from verl_fp8.layers.filter import LayerFilter
-from verl_fp8.numerics.quantize import quantize
+from verl_fp8.numerics.quantize import quantize_weight
 from verl_fp8.numerics.recipe import Recipe
 from verl_fp8.trainer.convert import convert_linears
 
@@ -51,8 +51,9 @@ def small_qwen3():
 
     wide = 1024 if GPU else 256
     config = transformers.Qwen3Config(
-        vocab_size=4096, hidden_size=wide, intermediate_size=3 * wide, num_hidden_layers=4, num_attention_heads=wide // 64,
-        num_key_value_heads=wide // 128, head_dim=128, tie_word_embeddings=False, max_position_embeddings=1024,
+        vocab_size=4096, hidden_size=wide, intermediate_size=3 * wide, num_hidden_layers=4,
+        num_attention_heads=wide // 64, num_key_value_heads=wide // 128, head_dim=128,
+        tie_word_embeddings=False, max_position_embeddings=1024,
     )  # fmt: skip
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").to(
@@ -147,7 +148,7 @@ def save_fp8(model: nn.Module, recipe: Recipe, folder: Path) -> None:
     for name, tensor in model.state_dict().items():
         layer = name.removesuffix(".weight")
         if layer in converted:
-            q = quantize(tensor, recipe.weight_block, scale_format=recipe.scale_format, eps=recipe.eps)
+            q = quantize_weight(tensor, recipe)
             tensors[name], tensors[f"{layer}.weight_scale_inv"] = q.data, q.scale_inv
         else:
             tensors[name] = tensor

@@ -1,4 +1,5 @@
-"""What equality to the bit needs of the GPU's kernels (recipes/exact-on-gpu.md): a token's bits must not depend on its batch."""
+"""What equality to the bit needs of the GPU's kernels (recipes/exact-on-gpu.md): a token's bits must not depend on its
+batch."""
 
 import json
 import os
@@ -7,14 +8,14 @@ import sys
 
 sys.path[:0] = [os.path.join(os.path.dirname(os.path.abspath(__file__)), *up) for up in (("..", ".."), ())]
 
-import common  # noqa: E402
-import torch  # noqa: E402
-from common import need, need_gpu, randn  # noqa: E402
+import common
+import torch
+from common import need, need_gpu, randn
 
 from verl_fp8.layers.filter import LayerFilter
-from verl_fp8.numerics import exact  # noqa: E402
-from verl_fp8.numerics.quantize import quantize  # noqa: E402
-from verl_fp8.numerics.recipe import Recipe  # noqa: E402
+from verl_fp8.numerics import exact
+from verl_fp8.numerics.quantize import quantize
+from verl_fp8.numerics.recipe import Recipe
 
 # A decoding step, around FlashInfer's switch at 32 tokens, and training.
 ROWS = (1, 8, 31, 32, 64, 512, 4096)
@@ -85,7 +86,7 @@ def fp8_products(values: dict) -> None:
     from verl_fp8.numerics import scaled_mm
 
     x, recipe = randn(max(ROWS), 4096, seed=1), Recipe()
-    w_q = scaled_mm.quantize_weight(randn(3072, 4096, seed=2), recipe)
+    w_q = scaled_mm.weight_operand(randn(3072, 4096, seed=2), recipe)
     _rows_equal(
         values, "cuBLASLt", lambda a: scaled_mm.gemm(scaled_mm.quantize_rows(a, recipe), w_q, torch.bfloat16), x
     )
@@ -102,7 +103,8 @@ def fp8_products(values: dict) -> None:
 
 
 def attention(values: dict) -> None:
-    """FlashAttention with one split: a query decoded from a paged cache has the bits of its row in the whole sequence."""
+    """FlashAttention with one split: a query decoded from a paged cache has the bits of its row in the whole
+    sequence."""
     need_gpu()
     need("vllm")
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
@@ -133,7 +135,8 @@ def attention(values: dict) -> None:
 
 
 def _in_mode(values: dict, name: str) -> None:
-    """Run one of the functions below in a process of its own: vLLM's kernels and cuBLAS read the mode once a process."""
+    """Run one of the functions below in a process of its own: vLLM's kernels and cuBLAS read the mode once a
+    process."""
     need_gpu()
     need("vllm")
     env = {

@@ -1,4 +1,5 @@
-"""Mixture of experts: the GPU backends' fused experts against the reference, their time, and vLLM's quantisers of experts."""
+"""Mixture of experts: the GPU backends' fused experts against the reference, their time, and vLLM's quantisers of
+experts."""
 
 import copy
 
@@ -53,7 +54,8 @@ def gradients(module: nn.Module, x: torch.Tensor, index: torch.Tensor, weights: 
 
 
 def against_the_reference(values: dict) -> None:
-    """FP8 experts on te and torch: output and gradients against the reference, every recipe; an expert without tokens, one token."""
+    """FP8 experts on te and torch: output and gradients against the reference, every recipe; an expert without tokens,
+    one token."""
     need_gpu()
     backends = [b for b in common.backends() if b != "reference"]
     if not backends:
@@ -81,7 +83,8 @@ def against_the_reference(values: dict) -> None:
 
 
 def speed(values: dict) -> None:
-    """Time of Qwen3-30B-A3B's experts of one layer, forward and backward, 4096 tokens: te, torch, and transformers' bf16 grouped_mm."""
+    """Time of Qwen3-30B-A3B's experts of one layer, forward and backward, 4096 tokens: te, torch, and transformers'
+    bf16 grouped_mm."""
     need_gpu()
     plain = experts(2048, 768, 128)
     index, weights = routing(4096, 128, 8)
@@ -103,7 +106,7 @@ def vllm_quantizers(values: dict) -> None:
     from verl_fp8.rollout import linear_gpu, serving
     from verl_fp8.switches.settings import Fp8Settings
 
-    linear_gpu.install()
+    linear_gpu.install_linear_gpu()
     for scale_format in common.formats():
         serving.SERVED.clear()
         serving.serve(Fp8Settings.parse({"mode": "unified", "recipe": {"scale_format": scale_format}}))

@@ -1,8 +1,9 @@
 """What only a GPU can show, in one command: ``python tests/gpu/run.py [--json OUT] [--only WORD] [--budget SECONDS]``.
 
-Needs torch; wants a Hopper GPU, Triton, TransformerEngine, vLLM and transformers, and each part that lacks one of them is
-skipped with that reason, never the whole. The package need not be installed. Prints a table, writes JSON, and exits with 1
-if a part failed. At most five minutes on one H200: after the budget (default 280 s) the remaining parts are skipped.
+Needs torch; wants a Hopper GPU, Triton, TransformerEngine, vLLM and transformers, and each part that lacks one of them
+is skipped with that reason, never the whole. The package need not be installed. Prints a table, writes JSON, and exits
+with 1 if a part failed. At most five minutes on one H200: after the budget (default 280 s) the remaining parts are
+skipped.
 """
 
 import argparse
@@ -14,12 +15,12 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
-import checks  # noqa: E402
-import common  # noqa: E402
-import models  # noqa: E402
-import part_exact  # noqa: E402
-import part_experts  # noqa: E402
-import speed  # noqa: E402
+import checks
+import common
+import models
+import part_exact
+import part_experts
+import speed
 
 PARTS = {
     "machine": checks.machine,
@@ -53,7 +54,7 @@ def run(name: str, part, left: float) -> dict:
         status, detail = "ok", (part.__doc__ or "").splitlines()[0].rstrip(".")
     except common.Skip as reason:
         status, detail = "skip", str(reason)
-    except Exception as error:  # noqa: BLE001 - a part that breaks must not take the others with it
+    except Exception as error:
         status, detail = "fail", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         values["traceback"] = traceback.format_exc()
     common.release()

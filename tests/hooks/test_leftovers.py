@@ -1,4 +1,4 @@
-"""What killed processes leave in /dev/shm and the temporary folder: noted while they live, removed when they are dead."""
+"""What killed processes leave in /dev/shm and the temporary folder: noted while they live, removed afterwards."""
 
 import os
 import signal

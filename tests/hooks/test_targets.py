@@ -1,23 +1,19 @@
 """Each hook into Hydra, verl and vLLM does what its symbol cannot say: it acts when asked for, and only then."""
 
-import itertools
 import os
 import subprocess
 import sys
 import zipfile
-from types import SimpleNamespace
 
 import pytest
-import transformers
 from hydra.utils import get_method
 from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
-from tests.driver import SWITCHES, compose, refusal
+from tests.driver import SWITCHES, compose
 from verl_fp8.layers.filter import LayerFilter, fused_group
 from verl_fp8.layers.shapes import load_config, split_layers
 from verl_fp8.rollout.arguments import EXTENSION, fp8_arguments
-from verl_fp8.rules.tensor_parallel import check_tensor_parallel
 
 V = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 M = "actor_rollout_ref.model"
@@ -135,8 +131,8 @@ import verl.workers.engine
 from verl_fp8.hooks import register
 before = {name: dict(engines) for name, engines in EngineRegistry._engines["language_model"].items()}
 assert "fsdp2_fp8" not in before and "verl_fp8.trainer.engine_fsdp" not in sys.modules
-register.engines()
-register.engines()
+register.register_fsdp_engine()
+register.register_fsdp_engine()
 after = {name: dict(engines) for name, engines in EngineRegistry._engines["language_model"].items()}
 ours = after.pop("fsdp2_fp8")
 assert after == before
@@ -157,8 +153,8 @@ methods = lambda: [PPOTrainer.__dict__[n] for n in ("_compute_advantage", "_upda
 wrapped = lambda: [isinstance(method, wrapt.FunctionWrapper) for method in methods()]
 originals = methods()
 assert wrapped() == [False, False]
-register.stage()
-register.stage()
+register.attach_stage()
+register.attach_stage()
 assert [method.__wrapped__ for method in methods()] == originals
 from verl.trainer.ppo.v1 import get_trainer_cls
 for mode in ("sync", "colocate_async", "separate_async"):
@@ -175,7 +171,7 @@ def test_the_server_adapter_is_verls_before_register_and_ours_after():
 from verl.workers.rollout import base
 from verl_fp8.hooks import register
 before = base.get_rollout_class("vllm", "async")
-register.rollout()
+register.register_server_adapter()
 after = base.get_rollout_class("vllm", "async")
 print(before.__module__.partition(".")[0], after.__module__, issubclass(after, before))
 """
@@ -305,49 +301,6 @@ def test_vllm_skips_exactly_the_layers_that_the_trainer_keeps(make_model, arch, 
         assert is_layer_skipped(fused_group(layer) or layer, ignored, fused) is True, layer
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("block", [(128, 128), (64, 64), (128, 64)], ids=str)
-def test_the_driver_refuses_the_sizes_that_vllm_refuses(monkeypatch, tp, block):
-    """vLLM's own rule on the arguments its layers give it, against ours on the driver, over many sizes of a Llama."""
-    from vllm.model_executor.layers.quantization.utils import fp8_utils
-
-    # The rule asks for the rank count as a default, which needs a running group; the layer below carries its own.
-    monkeypatch.setattr("vllm.distributed.get_tensor_model_parallel_world_size", lambda: tp)
-
-    def vllm_refuses(sizes: list[int], in_: int, *, row: bool) -> bool:
-        """``sizes``: rows of each part on one rank; ``in_``: columns on one rank."""
-        layer = SimpleNamespace(tp_size=tp)
-        total_in, total_out = (in_ * tp, sum(sizes)) if row else (in_, sum(sizes) * tp)
-        try:
-            fp8_utils.validate_fp8_block_shape(layer, total_in, total_out, in_, sizes, list(block))
-        except ValueError:
-            return True
-        return False
-
-    seen = set()
-    for heads, kv_heads, dim, inner in itertools.product((4, 8), (1, 2, 4), (32, 64, 128, 192), (256, 384, 512, 640)):
-        if inner % tp:
-            continue
-        size = {
-            "hidden_size": 256,
-            "intermediate_size": inner,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-        }
-        config = transformers.LlamaConfig(**size, head_dim=dim, num_hidden_layers=1, vocab_size=64)
-        converted, _, shapes = split_layers(config, LayerFilter())
-        kv = max(kv_heads // tp, 1) * dim
-        theirs = (
-            vllm_refuses([heads // tp * dim, kv, kv], 256, row=False)
-            or vllm_refuses([256], heads * dim // tp, row=True)
-            or vllm_refuses([inner // tp] * 2, 256, row=False)
-            or vllm_refuses([256], inner // tp, row=True)
-        )
-        assert (refusal(check_tensor_parallel, config, shapes, converted, block, tp) is not None) is theirs, config
-        seen.add(theirs)
-    assert seen == {True, False}
-
-
 def test_the_cpu_kernel_is_first_in_vllms_table_after_install_and_once():
     """vLLM's CPU table of block kernels: ours is asked first, declines what is not ours, and is there once."""
     code = """
@@ -355,8 +308,8 @@ from vllm.model_executor.kernels import linear
 from vllm.platforms import PlatformEnum
 before = list(linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU])
 from verl_fp8.rollout import linear_cpu
-linear_cpu.install()
-linear_cpu.install()
+linear_cpu.install_linear_cpu()
+linear_cpu.install_linear_cpu()
 after = linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU]
 assert after[1:] == before
 from vllm.config import VllmConfig, set_current_vllm_config

@@ -1,4 +1,4 @@
-"""A model's linear layers from its configuration: the same as the trainer finds, and what tensor parallelism asks."""
+"""A model's linear layers from its configuration: the same as the trainer finds."""
 
 import pytest
 import torch
@@ -7,8 +7,7 @@ import transformers
 from verl_fp8.errors import ConfigError
 from verl_fp8.layers.filter import LayerFilter
 from verl_fp8.layers.shapes import load_config, shapes_of_config, split_layers
-from verl_fp8.numerics.recipe import WHOLE, Recipe
-from verl_fp8.rules.tensor_parallel import check_tensor_parallel
+from verl_fp8.numerics.recipe import Recipe
 from verl_fp8.trainer.convert import convert_linears
 
 
@@ -84,58 +83,3 @@ def test_a_model_that_is_no_causal_lm_is_refused():
     """transformers' own ValueError names no key."""
     with pytest.raises(ConfigError, match=r"Qwen2_5_VLConfig.*text-only"):
         shapes_of_config(transformers.Qwen2_5_VLConfig())
-
-
-def parallel(tp: int, block=(128, 128), exclude=(), **changes):
-    """check_tensor_parallel on a Llama of these sizes."""
-    config = llama(**changes)
-    converted, _, shapes = split_layers(config, LayerFilter(exclude=exclude))
-    check_tensor_parallel(config, shapes, converted, block, tp)
-
-
-@pytest.mark.parametrize(
-    ("tp", "changes"),
-    [
-        (1, {}),
-        (2, {"head_dim": 128}),
-        (4, {"head_dim": 128, "num_attention_heads": 8}),  # vLLM replicates the two key heads over four ranks
-        (1, {"head_dim": 96, "num_key_value_heads": 4}),  # 384 rows each: whole blocks
-        (1, {"hidden_size": 200}),  # ragged columns, and ragged rows of layers with one part
-    ],
-)
-def test_sizes_that_vllm_takes_pass(tp, changes):
-    """Whole blocks on every rank, and raggedness only where vLLM allows it."""
-    parallel(tp, **changes)
-
-
-@pytest.mark.parametrize(
-    ("tp", "changes", "layer"),
-    [
-        (2, {}, "k_proj has out_features 128 / 2 = 64"),
-        (2, {"head_dim": 128, "intermediate_size": 384}, "gate_proj has out_features 384 / 2 = 192"),
-        (2, {"head_dim": 160, "exclude": ("*.[qkv]_proj",)}, "o_proj has in_features 640 / 2 = 320"),
-        (1, {"num_key_value_heads": 1}, "k_proj has out_features 64"),
-        (1, {"intermediate_size": 320}, "gate_proj has out_features 320"),
-    ],
-)
-def test_sizes_that_vllm_refuses_are_refused_on_the_driver(tp, changes, layer):
-    """The layer, its size on one rank, and the keys that resolve it."""
-    with pytest.raises(ConfigError) as raised:
-        parallel(tp, **changes)
-    assert layer in raised.value.found
-    assert ("tensor_model_parallel_size" in raised.value.fix) is (tp > 1)
-    assert "fp8.recipe.weight_block" in raised.value.fix and "fp8.recipe.exclude" in raised.value.fix
-
-
-def test_a_smaller_block_or_an_exclusion_resolves_it():
-    """The two keys that the refusal offers do help."""
-    parallel(2, block=(64, 64))
-    parallel(2, exclude=("*.self_attn.*",))
-
-
-@pytest.mark.parametrize("block", [(1, WHOLE), (WHOLE, WHOLE)], ids=["channel", "tensor"])
-def test_whole_sides_fit_any_division(block):
-    """A scale of a whole side asks for no multiple of anything: what blocks of 128 refuse passes."""
-    with pytest.raises(ConfigError):
-        parallel(2, (128, 128), intermediate_size=192)
-    parallel(2, block, intermediate_size=192)

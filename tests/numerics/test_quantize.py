@@ -187,7 +187,7 @@ def test_chunks_and_strides_do_not_show(monkeypatch, block, dtype):
     wide = torch.randn(300, 700, generator=torch.Generator().manual_seed(1)).mul(3).to(dtype)
     x = wide[:, 100:530]
     whole = quantize(x.clone(), block)
-    monkeypatch.setattr(module, "_CHUNK_CPU", 1)
+    monkeypatch.setattr(module, "CHUNK_CPU", 1)
     chunked = quantize(x, block)
     turned = quantize(x.t(), block[::-1])
     for other in (chunked, turned.t()):
@@ -267,7 +267,7 @@ def test_few_activations_are_quantised_as_many_are(monkeypatch, special, dtype, 
     if special is not None:
         x[3, :128] = special
     few = quantize(x, (1, 128), scale_format=scale_format, check_finite=False)
-    monkeypatch.setattr(module, "_FEW", 0)
+    monkeypatch.setattr(module, "FEW", 0)
     many = quantize(x, (1, 128), scale_format=scale_format, check_finite=False)
     assert torch.equal(few.data.view(torch.uint8), many.data.view(torch.uint8))
     assert torch.equal(few.scale_inv, many.scale_inv)
@@ -447,7 +447,8 @@ def test_backward_takes_expanded_gradients():
 @pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
 @pytest.mark.parametrize("shape", [(5, 300), (256, 128)], ids=str)
 def test_a_whole_side_is_a_block_of_that_side(shape, scale_format):
-    """One scale a tensor, a channel or a token: the bits of blocks of exactly that size, and shapes as vLLM's parameters."""
+    """One scale a tensor, a channel or a token: the bits of blocks of exactly that size, and shapes as vLLM's
+    parameters."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
     for block, sides, scales in (((WHOLE, WHOLE), shape, (1, 1)), ((1, WHOLE), (1, shape[1]), (shape[0], 1))):
         found, expected = (quantize(x, b, scale_format=scale_format) for b in (block, sides))

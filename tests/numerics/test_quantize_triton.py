@@ -12,11 +12,12 @@ import torch
 from verl_fp8.errors import ConfigError, DataError
 
 triton = pytest.importorskip("triton", reason="no Triton, hence no GPU either")
-from verl_fp8.numerics import quantize_triton  # noqa: E402
+from verl_fp8.numerics import quantize_triton
 
 
 def test_in_the_interpreter():
-    """triton_interpreted.py: the very kernels that Triton compiles on a GPU, interpreted, equal numerics/quantize.py bit for bit."""
+    """triton_interpreted.py: the very kernels that Triton compiles on a GPU, interpreted, equal numerics/quantize.py
+    bit for bit."""
     tests = Path(__file__).with_name("triton_interpreted.py")
     command = [
         sys.executable,
@@ -73,7 +74,8 @@ _CONSTANTS = {
 @pytest.mark.parametrize("kernel", ["_rows_kernel", "_both_kernel", "_blocks_kernel"])
 @pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
 def test_instructions(kernel, capability, scale_format, tmp_path, monkeypatch):
-    """PTX for Hopper and Blackwell: IEEE division and product, the saturating cast to nearest even, nothing fused or flushed."""
+    """PTX for Hopper and Blackwell: IEEE division and product, the saturating cast to nearest even, nothing fused or
+    flushed."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 

@@ -1,8 +1,9 @@
-"""The ``torch`` backend without a Hopper GPU: its operands, and its autograd over an evaluation of scaled_mm's documented meaning.
+"""The ``torch`` backend without a Hopper GPU: its operands, and its autograd over an evaluation of scaled_mm's
+documented meaning.
 
-The kernels exist on compute capability 9.x only; tests/gpu runs them. Here :func:`evaluate` accepts exactly the layouts that
-ATen/native/cuda/ScaledBlas.cpp accepts and multiplies in float64, torch's own meta kernel judges the same arguments, and
-the result is compared bit for bit with the reference.
+The kernels exist on compute capability 9.x only; tests/gpu runs them. Here :func:`evaluate` accepts exactly the layouts
+that ATen/native/cuda/ScaledBlas.cpp accepts and multiplies in float64, torch's own meta kernel judges the same
+arguments, and the result is compared bit for bit with the reference.
 """
 
 import copy
@@ -70,7 +71,7 @@ def evaluate(
 def evaluated(monkeypatch):
     """scaled_mm by :func:`evaluate`, and float64 sums in the reference."""
     monkeypatch.setattr(nn.functional, "scaled_mm", evaluate)
-    monkeypatch.setattr(linear, "_matmul", lambda a, b, dtype: (a.double() @ b.double()).to(dtype))
+    monkeypatch.setattr(linear, "matmul", lambda a, b, dtype: (a.double() @ b.double()).to(dtype))
 
 
 def operands(kind, m, n, k, scale_format="fp32"):
@@ -82,10 +83,8 @@ def operands(kind, m, n, k, scale_format="fp32"):
     if kind == "wgrad":
         return tuple(scaled_mm.quantize_both(x.t().contiguous(), recipe)[1] for x in (a, b))
     if kind == "dgrad":
-        return scaled_mm.quantize_rows(a, recipe), scaled_mm.quantize_weight(
-            b.t().contiguous(), recipe, transposed=True
-        )
-    return scaled_mm.quantize_rows(a, recipe), scaled_mm.quantize_weight(b, recipe)
+        return scaled_mm.quantize_rows(a, recipe), scaled_mm.weight_operand(b.t().contiguous(), recipe, transposed=True)
+    return scaled_mm.quantize_rows(a, recipe), scaled_mm.weight_operand(b, recipe)
 
 
 @pytest.mark.parametrize("kind", ["forward", "dgrad", "wgrad"])
@@ -180,7 +179,7 @@ def test_no_tokens(evaluated):
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: f"{r.scale_format}-{r.backward}")
 def test_experts_equal_the_reference(evaluated, monkeypatch, recipe):
     """Fused experts, one of them with 40 tokens, one with one and one with none: y and every gradient, as above."""
-    monkeypatch.setattr(trainer, "_check_device", lambda x: None)
+    monkeypatch.setattr(trainer, "check_device", lambda x: None)
     generator = torch.Generator().manual_seed(5)
     index = torch.stack(
         [torch.zeros(40, dtype=torch.long), torch.tensor([1, *[3] * 37, 4, 4])], dim=1
@@ -228,5 +227,5 @@ def test_the_two_quantisations(rows, scale_format):
         assert found.data.is_contiguous()
         assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))
         assert torch.equal(found.scale_inv, expected.scale_inv)
-    weight = scaled_mm.quantize_weight(x, recipe, transposed=True)
-    assert torch.equal(weight.dequantize(), scaled_mm.quantize_weight(x, recipe).dequantize().t())
+    weight = scaled_mm.weight_operand(x, recipe, transposed=True)
+    assert torch.equal(weight.dequantize(), scaled_mm.weight_operand(x, recipe).dequantize().t())

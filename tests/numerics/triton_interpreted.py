@@ -63,7 +63,8 @@ def test_golden(key):
 
 
 def adversarial(dtype, shape, seed):
-    """Raw bits (subnormals, infinities, NaN of both signs) in the upper half, e4m3 midpoints and neighbours in the lower."""
+    """Raw bits (subnormals, infinities, NaN of both signs) in the upper half, e4m3 midpoints and neighbours in the
+    lower."""
     generator = torch.Generator().manual_seed(seed)
     half = (shape[0] // 2, shape[1])
     special = torch.tensor(
@@ -101,7 +102,8 @@ def test_adversarial(dtype, block, scale_format, eps):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale_format", FORMATS)
 def test_every_16_bit_pattern(dtype, scale_format):
-    """All bit patterns of bf16 and fp16, and float32 with random low bits: NaN, infinities and subnormals among them."""
+    """All bit patterns of bf16 and fp16, and float32 with random low bits: NaN, infinities and subnormals among
+    them."""
     bits = torch.arange(65536, dtype=torch.int32)
     if dtype == torch.float32:
         noise = torch.randint(0, 65536, bits.shape, generator=torch.Generator().manual_seed(0))
@@ -138,21 +140,22 @@ def test_quantize_is_numerics_quantize(block):
 @pytest.mark.parametrize("scale_format", FORMATS)
 @pytest.mark.parametrize("shape", [(256, 128), (130, 72), (64, 200)])
 def test_the_weight_sync_sends_the_same_codes_from_a_gpu(monkeypatch, shape, scale_format):
-    """sync.quantize_weight of fp32 masters, whole and ragged: Triton's for a CUDA tensor, numerics' for others, one result."""
+    """sync.codes_of_weight of fp32 masters, whole and ragged: Triton's for a CUDA tensor, numerics' for others, one
+    result."""
     settings = Fp8Settings.parse({"mode": "unified", "recipe": {"scale_format": scale_format}}, capability=None)
     master = torch.randn(shape, generator=torch.Generator().manual_seed(7)) * 0.02
-    expected, calls = stream.quantize_weight(master, settings), []
+    expected, calls = stream.codes_of_weight(master, settings), []
     launch = quantize_triton.quantize
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
     monkeypatch.setattr(quantize_triton, "_hardware_cast", lambda x, wanted: False)
     monkeypatch.setattr(
         quantize_triton, "quantize", lambda *args, **kwargs: calls.append(args) or launch(*args, **kwargs)
     )
-    assert same_bits(stream.quantize_weight(master, settings), expected)
+    assert same_bits(stream.codes_of_weight(master, settings), expected)
     assert len(calls) == 1
     master[3, 5] = float("nan")
     with pytest.raises(DataError, match=r"\[3, 5\]"):
-        stream.quantize_weight(master, settings)
+        stream.codes_of_weight(master, settings)
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (8, 0)])

@@ -115,7 +115,8 @@ from verl.workers.rollout import base
 from verl_fp8.hooks import register
 from verl_fp8.trainer.exact import match_log_softmax
 before = dict(base._ROLLOUT_REGISTRY)
-register.stage(); register.rollout(); register.engines(); match_log_softmax(transformer_impl)
+register.attach_stage(); register.register_server_adapter(); register.register_fsdp_engine()
+match_log_softmax(transformer_impl)
 trainer = vars(trainer_base.PPOTrainer)
 hooked = [verl.utils.config.validate_config, verl.utils.distributed.initialize_global_process_group_ray,
           trainer["_compute_advantage"], trainer["_update_actor"], transformer_impl.logprobs_from_logits]
@@ -192,7 +193,7 @@ from verl.workers.engine.base import EngineRegistry
 from verl_fp8.numerics import exact
 from verl_fp8.hooks import register
 from verl_fp8.hooks.targets import BACKEND
-register.engines()
+register.register_fsdp_engine()
 cls = EngineRegistry._engines["language_model"][BACKEND]["cpu"]
 logits, labels = torch.randn(64, 512, generator=torch.Generator().manual_seed(0)), torch.arange(64)
 for flag in (False, True):
@@ -296,7 +297,7 @@ module = importlib.util.module_from_spec(spec)
 sys.modules[name] = vllm.model_executor.layers.utils = module
 spec.loader.exec_module(module)
 from verl_fp8.rollout import linear_cpu
-linear_cpu.install()
+linear_cpu.install_linear_cpu()
 assert not isinstance(module.dispatch_cpu_unquantized_gemm, wrapt.FunctionWrapper)
 layer = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
 layer.weight.requires_grad_(False)

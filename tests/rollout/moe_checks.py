@@ -20,22 +20,22 @@ os.environ |= {
 os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
 MODEL, MODE, *OVERRIDES = sys.argv[1:]
 
-import torch  # noqa: E402
+import torch
 
-from verl_fp8.hooks import vllm_plugin  # noqa: E402
+from verl_fp8.hooks import vllm_plugin
 
 vllm_plugin.register()
 
-from transformers import AutoModelForCausalLM  # noqa: E402
-from verl.workers.engine.fsdp.utils import unfuse_moe_params  # noqa: E402
-from vllm import LLM, SamplingParams  # noqa: E402
-from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter  # noqa: E402
+from transformers import AutoModelForCausalLM
+from verl.workers.engine.fsdp.utils import unfuse_moe_params
+from vllm import LLM, SamplingParams
+from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
-from verl_fp8.errors import SyncError  # noqa: E402
-from verl_fp8.rollout.arguments import fp8_arguments  # noqa: E402
-from verl_fp8.switches.settings import Fp8Settings  # noqa: E402
-from verl_fp8.sync.stream import outgoing  # noqa: E402
-from verl_fp8.trainer.convert import convert_linears  # noqa: E402
+from verl_fp8.errors import SyncError
+from verl_fp8.rollout.arguments import fp8_arguments
+from verl_fp8.switches.settings import Fp8Settings
+from verl_fp8.sync.stream import outgoing
+from verl_fp8.trainer.convert import convert_linears
 
 NODE = {"mode": "unified", "recipe": {"exclude": OVERRIDES}}
 SETTINGS = Fp8Settings.parse(NODE)

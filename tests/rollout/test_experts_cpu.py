@@ -1,4 +1,5 @@
-"""Mixture of experts against real verl and real vLLM: names, layouts by value, the two models' agreement, the driver's rules."""
+"""Mixture of experts against real verl and real vLLM: names, layouts by value, the two models' agreement, the driver's
+rules."""
 
 import importlib.util
 import json
@@ -74,8 +75,8 @@ def test_every_sync_reaches_the_experts(found):
 @pytest.mark.parametrize("sync", [1, 2])
 def test_unified_is_nearer_than_rollout_only(found, floor, sync):
     """k3 of the log-probs and the routers' agreement: an order, since how far apart they are depends on the processor's
-    kernels. Measured with and without AVX-512: k3 2.0e-4 to 3.0e-4 unified, 5.7e-4 to 8.0e-4 rollout-only, 2.9e-5 the bf16
-    floor; tokens and layers with one choice of experts 97 %, 90 to 92 % and 99.3 %."""
+    kernels. Measured with and without AVX-512: k3 2.0e-4 to 3.0e-4 unified, 5.7e-4 to 8.0e-4 rollout-only, 2.9e-5 the
+    bf16 floor; tokens and layers with one choice of experts 97 %, 90 to 92 % and 99.3 %."""
     unified, rollout = found[f"unified {sync}"], found[f"rollout {sync}"]
     assert floor["k3"] < unified["k3"] < rollout["k3"]
     assert floor["routing"] > unified["routing"] > rollout["routing"]
@@ -95,8 +96,8 @@ def test_a_wrong_layout_is_found_by_value(found, spoilt, sentence):
 
 
 def test_a_sync_reaches_bf16_experts(floor):
-    """vLLM's own class for CPU packs the weights when it is built. A stale one would differ by tenths: the test's weights
-    are 10 % off the checkpoint's."""
+    """vLLM's own class for CPU packs the weights when it is built. A stale one would differ by tenths: the test's
+    weights are 10 % off the checkpoint's."""
     assert floor["mean"] < 0.01
 
 
@@ -122,8 +123,8 @@ def test_the_driver_accepts_the_model_and_counts_experts(moe):
 
 
 def test_expert_parallelism_is_vllms_and_decides_the_shards(moe):
-    """256 wide experts over four ranks are ragged in parts (64 rows) and whole with expert_parallel_size=4; heads of 128
-    are excluded as two of them do not divide by four."""
+    """256 wide experts over four ranks are ragged in parts (64 rows) and whole with expert_parallel_size=4; heads of
+    128 are excluded as two of them do not divide by four."""
     attention = "fp8.recipe.exclude=['*.self_attn.*']"
     message = refusal(start, run(moe, f"{TP}=4", attention))
     assert "mlp.experts.0.gate_proj has out_features 256 / 4 = 64" in message and f"{EP}=4" in message

@@ -1,4 +1,5 @@
-"""Scales over whole sides in vLLM's own linear layers: what a sync loads into each rank, and what it computes."""
+"""Per-tensor and per-channel scales in vLLM's own linear layers: what a sync loads into each rank, and what it
+computes."""
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def layers(monkeypatch):
 
     from verl_fp8.rollout import linear_cpu
 
-    linear_cpu.install()
+    linear_cpu.install_linear_cpu()
 
     def build(fp8, rank, ranks):
         for module in (parameter, linear):
@@ -116,7 +117,7 @@ def test_vllm_takes_the_method_from_the_models_configuration(tiny_model):
     from verl_fp8.rollout import linear_cpu
     from verl_fp8.rollout.arguments import fp8_arguments
 
-    linear_cpu.install()
+    linear_cpu.install_linear_cpu()
     kwargs = fp8_arguments(node("tensor", "tensor"), {"path": tiny_model}, {})
     del kwargs["worker_extension_cls"]
     config = EngineArgs(

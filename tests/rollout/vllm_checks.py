@@ -1,7 +1,8 @@
 """What tests/rollout/test_linear_gpu.py asserts about one version of vLLM, on a machine without a GPU.
 
-Run as a script: ``python vllm_checks.py MODEL [WHEEL_FOLDER]``, with vllm_experts_checks.py's; prints one JSON object, check -> "ok" or a traceback. vLLM is
-told that its platform is CUDA only where it asks in order to choose a kernel; nothing here runs one.
+Run as a script: ``python vllm_checks.py MODEL [WHEEL_FOLDER]``, see tests/trainer/hosted.py; it runs the checks of
+vllm_experts_checks.py too. Prints one JSON object, check -> "ok" or a traceback. vLLM is told that its platform is CUDA
+only where it asks in order to choose a kernel; nothing here runs one.
 """
 
 import contextlib
@@ -11,23 +12,22 @@ import itertools
 import json
 import os
 import sys
-import traceback
 import types
 
 MODEL, *FOLDER = sys.argv[1:]
 sys.path[:0] = FOLDER
 os.environ |= {"VERL_PLATFORM": "", "VLLM_CPU_CI_ENV": "1"}
 
-import torch  # noqa: E402
+import torch
 
-from verl_fp8.errors import ConfigError, ContractError  # noqa: E402
+from verl_fp8.errors import ConfigError, ContractError
 from verl_fp8.numerics import (
     linear,
-    quantize,  # noqa: E402
+    quantize,
 )
-from verl_fp8.rollout.arguments import fp8_arguments  # noqa: E402
-from verl_fp8.rollout.environment import environment  # noqa: E402
-from verl_fp8.switches.hardware import Hardware, assume  # noqa: E402
+from verl_fp8.rollout.arguments import fp8_arguments
+from verl_fp8.rollout.environment import environment
+from verl_fp8.switches.hardware import Hardware, assume
 from verl_fp8.switches.settings import NODE, settings_of
 
 HOPPER, BLACKWELL = Hardware((9, 0), (13, 0)), Hardware((10, 0), (13, 0))
@@ -71,7 +71,8 @@ def quantizer(**kwargs):
 
 
 def check_quantizer_is_ours():
-    """Bit-equal to numerics/quantize.py in both formats, with eps, in the scale layouts of CUTLASS, DeepGEMM and Triton; ragged K too."""
+    """Bit-equal to numerics/quantize.py in both formats, with eps, in the scale layouts of CUTLASS, DeepGEMM and
+    Triton; ragged K too."""
     layouts = ({}, {"column_major_scales": True}, {"column_major_scales": True, "tma_aligned_scales": True})
     cases = itertools.product((HOPPER,), ("fp32", "pow2"), (0.0, 1e-3), layouts, (False, True))
     for hardware, scale_format, eps, layout, ue8m0 in cases:
@@ -110,7 +111,8 @@ def check_quantizer_keeps_other_schemes():
 
 
 def check_compiles():
-    """Under torch.compile with full graphs and dynamic tokens the quantiser is one opaque node, and its bits do not change."""
+    """Under torch.compile with full graphs and dynamic tokens the quantiser is one opaque node, and its bits do not
+    change."""
     with building(additional_config={NODE: node()}):
         quant = quantizer(column_major_scales=True)
     graphs = []
@@ -153,7 +155,8 @@ def select(hardware, linear_backend, **fp8):
 
 
 def check_torch_kernel_is_chosen():
-    """linear_backend=torch gives our kernel on Hopper, with the recipe; without the fp8 node, or on Blackwell, never."""
+    """linear_backend=torch gives our kernel on Hopper, with the recipe; without the fp8 node, or on Blackwell,
+    never."""
     chosen, kernel = select(HOPPER, "torch", scale_format="fp32", eps=1e-5)
     assert chosen.__name__ == "UnifiedScaledMMKernel"
     assert (kernel.recipe.scale_format, kernel.recipe.eps) == ("fp32", 1e-5)
@@ -167,7 +170,8 @@ def check_torch_kernel_is_chosen():
 
 
 def check_torch_kernel_computes():
-    """The kernel's product is scaled_mm of our codes with the loaded ones, bias added after; the layer stays as loaded."""
+    """The kernel's product is scaled_mm of our codes with the loaded ones, bias added after; the layer stays as
+    loaded."""
     from verl_fp8.numerics import scaled_mm
 
     _, kernel = select(HOPPER, "torch", scale_format="fp32")
@@ -193,7 +197,8 @@ def check_torch_kernel_computes():
 
 
 def check_requantisation_is_skipped():
-    """Weights with power-of-two scales pass DeepGEMM's post-processing byte for byte; others are requantised as ever."""
+    """Weights with power-of-two scales pass DeepGEMM's post-processing byte for byte; others are requantised as
+    ever."""
     from vllm.model_executor.layers.quantization.utils import fp8_utils
 
     with building(additional_config={NODE: node(scale_format="pow2")}):
@@ -210,7 +215,8 @@ def check_requantisation_is_skipped():
 
 
 def check_arguments_are_accepted():
-    """vLLM's own argument classes take what we set, and its configuration holds it: kernel, fusions, quantisation, the node."""
+    """vLLM's own argument classes take what we set, and its configuration holds it: kernel, fusions, quantisation, the
+    node."""
     from vllm.engine.arg_utils import EngineArgs
 
     for hardware, fp8, kernel in (
@@ -255,7 +261,8 @@ def check_ignored_layers_are_exact():
 
 
 def check_contradictions():
-    """The user's own vLLM arguments against the pins are refused, naming the key; the environment of a deep_gemm run too."""
+    """The user's own vLLM arguments against the pins are refused, naming the key; the environment of a deep_gemm run
+    too."""
     for kwargs, key in (
         ({"linear_backend": "marlin"}, "linear_backend"),
         ({"moe_backend": "cutlass"}, "moe_backend"),
@@ -301,26 +308,20 @@ def check_installing_twice():
 
     table = linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CUDA]
     before = list(table), op_registry_oot["QuantFP8"]
-    linear_gpu.install()
+    linear_gpu.install_linear_gpu()
     assert (list(table), op_registry_oot["QuantFP8"]) == before
 
 
 if __name__ == "__main__":
-    results = {}
     with contextlib.redirect_stdout(io.StringIO()):
+        import hosted
         import vllm
 
         from verl_fp8.rollout import linear_gpu
 
-        linear_gpu.install()
+        linear_gpu.install_linear_gpu()
         sys.modules["vllm_checks"] = sys.modules["__main__"]
         import vllm_experts_checks
 
-        for name, check in [*globals().items(), *vars(vllm_experts_checks).items()]:
-            if name.startswith("check_"):
-                try:
-                    check()
-                    results[name] = "ok"
-                except BaseException:
-                    results[name] = traceback.format_exc()
-    print(json.dumps({"version": vllm.__version__, **results}))
+        found = hosted.run(globals(), vars(vllm_experts_checks))
+    print(json.dumps({"version": vllm.__version__, **found}))

@@ -1,4 +1,5 @@
-"""What tests/rollout/test_linear_gpu.py asserts about vLLM's mixture-of-experts layers on a GPU; run by vllm_checks.py."""
+"""What tests/rollout/test_linear_gpu.py asserts about vLLM's mixture-of-experts layers on a GPU; run by
+vllm_checks.py."""
 
 import ast
 import contextlib
@@ -43,8 +44,8 @@ def same(found, expected, outer=0):
 
 
 def check_experts_quantize_by_the_recipe():
-    """Every quantiser of TritonExperts and DeepGemmExperts gives numerics/quantize.py's bits: before the first product, and with the
-    activation between the two, which is the trainer's."""
+    """Every quantiser of TritonExperts and DeepGemmExperts gives numerics/quantize.py's bits: before the first product,
+    and with the activation between the two, which is the trainer's."""
     from vllm import _custom_ops
     from vllm.model_executor.layers.fused_moe import utils
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
@@ -76,11 +77,12 @@ def check_experts_quantize_by_the_recipe():
 
 
 def check_experts_quantize_nowhere_else():
-    """What the two classes call to quantise are the functions wrapped, and packed kernels that Hopper does not reach."""
+    """What the two classes call to quantise are the functions wrapped, and packed kernels that Hopper does not
+    reach."""
     from vllm.model_executor.layers.fused_moe.experts import deep_gemm_moe, triton_moe
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend, backend_to_kernel_cls
 
-    from verl_fp8.rollout.experts_gpu import COVERED, check_experts
+    from verl_fp8.rollout.experts_gpu import EXPERTS_WITH_OUR_QUANTISER, check_experts
 
     packed = {"per_token_group_quant_fp8_packed_for_deepgemm", "fused_silu_mul_fp8_quant_packed"}
     for cls, wrapped in (
@@ -96,7 +98,7 @@ def check_experts_quantize_nowhere_else():
         names = {f.attr if isinstance(f, ast.Attribute) else getattr(f, "id", "") for f in calls}
         assert wrapped <= {n for n in names if "quant" in n} <= wrapped | packed, names
     chosen = [cls.__name__ for b in ("TRITON", "DEEPGEMM") for cls in backend_to_kernel_cls(Fp8MoeBackend[b])]
-    assert chosen == list(COVERED)
+    assert chosen == list(EXPERTS_WITH_OUR_QUANTISER)
     try:
         check_experts(object(), "model.layers.0.mlp.experts")
     except ContractError as error:
@@ -106,7 +108,8 @@ def check_experts_quantize_nowhere_else():
 
 
 def check_experts_without_the_switch():
-    """A process that serves no fp8 node reaches vLLM's own kernel; other groups and activations are refused with the node."""
+    """A process that serves no fp8 node reaches vLLM's own kernel; other groups and activations are refused with the
+    node."""
     from vllm import _custom_ops
     from vllm.model_executor.layers.fused_moe import utils
     from vllm.model_executor.layers.fused_moe.experts import deep_gemm_moe
@@ -136,7 +139,8 @@ def check_experts_without_the_switch():
 
 
 def check_the_worker_sets_its_environment():
-    """Where the driver could not: unset variables get the recipe's values before the model is built, others are kept and judged."""
+    """Where the driver could not: unset variables get the recipe's values before the model is built, others are kept
+    and judged."""
     name = "VLLM_USE_DEEP_GEMM_E8M0"
     for scale_format, wanted in (("fp32", "0"), ("pow2", "1"), ("auto", "0")):
         with serving(rollout_kernel="deep_gemm", scale_format=scale_format):

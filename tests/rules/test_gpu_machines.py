@@ -1,11 +1,12 @@
-"""Whole command lines judged for machines that are not here: what a Hopper and a Blackwell GPU would run, and what is refused."""
+"""Whole command lines judged for machines that are not here: what Hopper and Blackwell would run or refuse."""
 
 import pytest
 
 from tests.driver import compose
 from verl_fp8.errors import ConfigError
 from verl_fp8.hooks.targets import Fp8RolloutConfig
-from verl_fp8.rules.run import get, validate_run
+from verl_fp8.rules.refuse import get
+from verl_fp8.rules.run import prepare
 from verl_fp8.switches.hardware import Hardware, assume
 from verl_fp8.tools.check import check_command
 
@@ -19,7 +20,7 @@ def judged(hardware, tiny_model, *overrides):
     """(the configuration, the summary) of a run on that machine."""
     config = compose("+fp8=unified", f"actor_rollout_ref.model.path={tiny_model}", *overrides)
     with assume(hardware):
-        return config, validate_run(config)
+        return config, prepare(config)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_what_is_refused(tiny_model, hardware, overrides, named):
 
 
 def test_a_driver_without_a_gpu_does_not_judge_its_workers(tiny_model):
-    """trainer.device=cuda on a machine without one: nothing is resolved, and no variable set, for GPUs it cannot see."""
+    """trainer.device=cuda on a machine without one: nothing is resolved, and no variable set, for unseen GPUs."""
     config, summary = judged(Hardware(), tiny_model, "trainer.device=cuda", "fp8.backend=te")
     assert (summary.backend, summary.kernel) == (None, None)
     assert get(config, ENV) is None

@@ -22,7 +22,7 @@ def left_of(paths: set[str], timeout: float = 10) -> list[str]:
 
 
 def test_a_killed_vllm_worker_ends_the_run(running, tiny_model, tmp_path):
-    """SIGKILL to the vLLM worker in the middle of training: an error within 60 s, no process, segment or socket left."""
+    """SIGKILL to the vLLM worker in the middle of training: an error within 60 s, nothing left behind."""
     with running(tiny_model, tmp_path, *SWITCHES) as run:
         run.wait_for_steps(2)
         paths = opened(run.processes())

@@ -1,4 +1,4 @@
-"""Both switches through stock verl, Ray and vLLM: two FSDP workers, rollout TP 2, tied embeddings, resume, exact mode."""
+"""Both switches through stock verl, Ray and vLLM: two FSDP workers, rollout TP 2, tied weights, resume, exact."""
 
 import json
 import os

@@ -186,7 +186,10 @@ def test_probe():
     with assume(HOPPER):
         assert probe() is HOPPER
     assert probe() == CPU
-    code = "from verl_fp8.switches.hardware import probe; h = probe(); import torch; print(h.capability, torch.cuda.is_initialized())"
+    code = (
+        "from verl_fp8.switches.hardware import probe; h = probe(); "
+        "import torch; print(h.capability, torch.cuda.is_initialized())"
+    )
     environment = {**os.environ, "VERL_PLATFORM": "", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["None", "False"]
@@ -226,7 +229,7 @@ def test_wrong_options_of_check(words):
 
 @pytest.mark.parametrize("kernel", ["auto", "torch", "cutlass", "deep_gemm"])
 def test_whole_sides_are_refused_on_a_gpu(kernel):
-    """vLLM's own per-tensor method holds other codes than were sent; the sentence names the keys and where they do run."""
+    """vLLM's own per-tensor method holds other codes than were sent; named are the keys and where they do run."""
     recipe = Recipe((WHOLE, WHOLE), (WHOLE, WHOLE), (1, WHOLE))
     with pytest.raises(ConfigError, match=r"fp8\.recipe\.weights=tensor.*VERL_PLATFORM=cpu"):
         resolve_rollout_kernel(kernel, recipe, HOPPER)

@@ -2,7 +2,8 @@
 
     RANK=r WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=p python gather_checks.py
 
-Rank 0 prints one JSON object. Both ways run verl's own engine methods on the module; bytes are those of the collectives' results.
+Rank 0 prints one JSON object, check -> what it found; tests/trainer/hosted.py says how one of them is chosen. Both ways
+run verl's own engine methods on the module; bytes are those of the collectives' results.
 """
 
 import functools
@@ -10,6 +11,7 @@ import json
 import os
 import types
 
+import hosted
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -120,55 +122,110 @@ def differences(module: torch.nn.Module, settings: Fp8Settings, layers: list[str
     return found
 
 
-def main() -> None:
-    """All checks; both ranks must take the same path."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", rank=rank, world_size=world)
+# ---------------------------------------------------------------- the checks
+
+
+@functools.cache
+def sharded(placement: str) -> torch.nn.Module:
+    """The model over two ranks."""
+    world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,))
-    result: dict = {"differences": {}}
-    sharded = {
-        "by rows": fully_shard(model(), mesh=mesh),
-        "as verl does": fully_shard(model(), mesh=mesh, shard_placement_fn=get_shard_placement_fn(world)),
-        "on a mesh with replicas": fully_shard(
-            model(), mesh=init_device_mesh("cpu", (1, world), mesh_dim_names=("ddp", "fsdp"))
-        ),
-    }
-    for placement, module in sharded.items():
-        for block, scale_format in ((128, "fp32"), (64, "pow2")):
-            settings = Fp8Settings.parse(
-                {"mode": "unified", "recipe": {"weight_block": [block, block], "scale_format": scale_format}}
-            )
-            # Experts of which one stays in bf16 go another way.
-            for layers in (LAYERS, [name for name in LAYERS if not name.endswith(".0.up_proj")]):
-                result["differences"][f"{placement} {block} {len(layers)}"] = differences(module, settings, layers)
-        for weights, activations in (("channel", "token"), ("tensor", "tensor")):
-            whole = Fp8Settings.parse({"mode": "rollout", "recipe": {"weights": weights, "activations": activations}})
-            # Experts are quantised in blocks only.
-            result["differences"][f"{placement} {weights}"] = differences(module, whole, list(LINEAR))
-        bf16 = Fp8Settings.parse({"mode": "unified", "weight_sync": "bf16"})
-        result["differences"][f"{placement} bf16 transport"] = differences(module, bf16, LAYERS)
+    if placement == "by rows":
+        return fully_shard(model(), mesh=mesh)
+    if placement == "as verl does":
+        return fully_shard(model(), mesh=mesh, shard_placement_fn=get_shard_placement_fn(world))
+    return fully_shard(model(), mesh=init_device_mesh("cpu", (1, world), mesh_dim_names=("ddp", "fsdp")))
 
-    # Bytes: only FP8 layers, of a size where padding of odd shards is nothing.
-    large = torch.nn.Sequential(*(torch.nn.Linear(k, n, bias=False) for n, k in ((768, 576), (576, 768), (192, 576))))
-    large = fully_shard(large, mesh=mesh)
-    result["bytes"] = {}
-    for block in (128, 64):
-        settings = Fp8Settings.parse({"mode": "unified", "recipe": {"weight_block": [block, block]}})
-        ours, theirs = (stream(large, settings, ["0", "1", "2"], stock=stock)[1:] for stock in (False, True))
-        result["bytes"][str(block)] = {"ours": ours[0], "stock": theirs[0], "weights": ours[1].fp8_weights}
 
-    # A NaN on one rank must raise on both, or the other waits for ever.
-    if rank == world - 1:
-        large[1].weight.to_local().data[-1, -1] = float("nan")
+def recipe(mode: str = "unified", **values) -> Fp8Settings:
+    """Settings of one recipe."""
+    return Fp8Settings.parse({"mode": mode, "recipe": values})
+
+
+PLACEMENTS = ("by rows", "as verl does", "on a mesh with replicas")
+BLOCKS_128 = {"weight_block": [128, 128], "scale_format": "fp32"}
+BLOCKS_64 = {"weight_block": [64, 64], "scale_format": "pow2"}
+# Experts of which one projection stays in bf16 go another way.
+MIXED = [name for name in LAYERS if not name.endswith(".0.up_proj")]
+
+
+def stream_blocks_of_128(module) -> list[str]:
+    """Blocks of 128x128, fp32 scales."""
+    return differences(module, recipe(**BLOCKS_128), LAYERS)
+
+
+def stream_blocks_of_64(module) -> list[str]:
+    """Blocks of 64x64, pow2 scales."""
+    return differences(module, recipe(**BLOCKS_64), LAYERS)
+
+
+def stream_blocks_of_128_beside_bf16_experts(module) -> list[str]:
+    """Blocks of 128x128, one projection of the experts in bf16."""
+    return differences(module, recipe(**BLOCKS_128), MIXED)
+
+
+def stream_blocks_of_64_beside_bf16_experts(module) -> list[str]:
+    """Blocks of 64x64, one projection of the experts in bf16."""
+    return differences(module, recipe(**BLOCKS_64), MIXED)
+
+
+def stream_a_scale_a_channel(module) -> list[str]:
+    """Per-channel scales; experts are quantised in blocks only."""
+    return differences(module, recipe("rollout", weights="channel", activations="token"), list(LINEAR))
+
+
+def stream_a_scale_a_tensor(module) -> list[str]:
+    """Per-tensor scales; experts are quantised in blocks only."""
+    return differences(module, recipe("rollout", weights="tensor", activations="tensor"), list(LINEAR))
+
+
+def stream_bf16_transport(module) -> list[str]:
+    """fp8.weight_sync=bf16."""
+    return differences(module, Fp8Settings.parse({"mode": "unified", "weight_sync": "bf16"}), LAYERS)
+
+
+def large() -> torch.nn.Module:
+    """Only FP8 layers, of a size where padding of odd shards is nothing."""
+    layers = (torch.nn.Linear(k, n, bias=False) for n, k in ((768, 576), (576, 768), (192, 576)))
+    return fully_shard(torch.nn.Sequential(*layers), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def bytes_gathered(block: int) -> dict[str, int]:
+    """Bytes that collectives return, ours and stock's, and the number of weights."""
+    module, settings = large(), recipe(weight_block=[block, block])
+    ours, theirs = (stream(module, settings, ["0", "1", "2"], stock=stock)[1:] for stock in (False, True))
+    return {"ours": ours[0], "stock": theirs[0], "weights": ours[1].fp8_weights}
+
+
+def nan_on_one_rank() -> list[str]:
+    """What each rank raises for a NaN on the last one; where one does not, the other waits for ever."""
+    module, world = large(), dist.get_world_size()
+    if dist.get_rank() == world - 1:
+        module[1].weight.to_local().data[-1, -1] = float("nan")
     try:
-        stream(large, settings, ["0", "1", "2"], stock=False)
-        result["nan"] = "nothing raised"
+        stream(module, recipe(weight_block=[64, 64]), ["0", "1", "2"], stock=False)
+        raised = "nothing raised"
     except DataError as error:
-        result["nan"] = str(error)
+        raised = str(error)
     messages: list = [None] * world
-    dist.all_gather_object(messages, result)
+    dist.all_gather_object(messages, raised)
+    return messages
+
+
+def main() -> None:
+    """The checks asked for, by both ranks in one order, since each of them is a series of collectives."""
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    streams = [(name, check) for name, check in globals().items() if name.startswith("stream_")]
+    checks = {
+        f"{name} {placement}": lambda check=check, placement=placement: check(sharded(placement))
+        for placement in PLACEMENTS
+        for name, check in streams
+    }
+    checks |= {f"bytes_gathered {block}": functools.partial(bytes_gathered, block) for block in (128, 64)}
+    found = hosted.run(checks, {"nan_on_one_rank": nan_on_one_rank}, prefix="")
     if rank == 0:
-        print(json.dumps({**result, "nan": [m["nan"] for m in messages]}))
+        print(json.dumps(found))
     dist.destroy_process_group()
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl_fp8.sync.checksum import _ROW, _keys, _sums, _sums_on_cpu, checksum
+from verl_fp8.sync.checksum import ROW, checksum, keys, sums, sums_on_cpu
 
 
 @pytest.mark.parametrize(
@@ -54,13 +54,14 @@ def test_checksum_tells_negative_zero():
     assert checksum(torch.tensor([0.0])) != checksum(torch.tensor([-0.0]))
 
 
-@pytest.mark.parametrize("size", [0, 1, _ROW - 1, _ROW, _ROW + 1, 66 * _ROW + 5])
+@pytest.mark.parametrize("size", [0, 1, ROW - 1, ROW, ROW + 1, 66 * ROW + 5])
 def test_every_device_has_the_same_sums(size):
-    """What an accelerator computes, run by torch on CPU, is what numpy computes, and is the sum in Python's integers."""
+    """What an accelerator computes, run by torch on CPU, is what numpy computes, and is the sum in Python's
+    integers."""
     words = torch.randint(-(2**31), 2**31, (size,), dtype=torch.int32, generator=torch.Generator().manual_seed(size))
-    sums = _sums(words)
-    assert np.array_equal(sums, _sums_on_cpu(words)) and sums.dtype == np.int64
-    last = words[size // _ROW * _ROW :].tolist()
-    exact = sum(word * key for word, key in zip(last, _keys().tolist(), strict=False))
-    assert int(sums[-1]) % 2**64 == exact % 2**64
-    assert (_keys() & 1).all() and len(np.unique(_keys())) == _ROW
+    found = sums(words)
+    assert np.array_equal(found, sums_on_cpu(words)) and found.dtype == np.int64
+    last = words[size // ROW * ROW :].tolist()
+    exact = sum(word * key for word, key in zip(last, keys().tolist(), strict=False))
+    assert int(found[-1]) % 2**64 == exact % 2**64
+    assert (keys() & 1).all() and len(np.unique(keys())) == ROW

@@ -176,7 +176,8 @@ def test_manifest_is_json():
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_loaded_shard_of_a_fused_column_parallel_layer(rank):
-    """Parts of a fused parameter are compared at their own offsets, codes and scales alike, key heads replicated or not."""
+    """Parts of a fused parameter are compared at their own offsets, codes and scales alike, key heads replicated or
+    not."""
     q, k = torch.arange(256 * 4).reshape(256, 4), torch.arange(128 * 4).reshape(128, 4) + 10_000
     # TP 2: q is divided, k has a single head and is replicated.
     parameter = torch.cat((q[rank * 128 : (rank + 1) * 128], k))

@@ -1,11 +1,12 @@
-"""What tests/trainer/test_engine_megatron.py asserts about one version of Megatron; runs over te_host.py, on real wheels.
+"""What tests/trainer/test_engine_megatron.py asserts about one version of Megatron; runs over te_host.py, on real
+wheels.
 
-``core_checks`` needs megatron-core and TransformerEngine. ``engine_checks`` needs Megatron-Bridge too: verl's own Megatron
-engine, ours over it, builds a real Megatron model from a checkpoint, on one rank, without its kernels. Attention, norms and
-so a whole forward need a GPU; single linear layers run.
+``core_checks`` needs megatron-core and TransformerEngine. ``engine_checks`` needs Megatron-Bridge too: verl's own
+Megatron engine, ours over it, builds a real Megatron model from a checkpoint, on one rank, without its kernels.
+Attention, norms and so a whole forward need a GPU; single linear layers run.
 
-Run as a script: ``python megatron_checks.py TE_FOLDER MODELS MEGATRON_FOLDER...`` with MODELS a JSON list of folders, empty for
-the core checks alone; prints one JSON object, check -> "ok" or what went wrong.
+Run as a script: ``python megatron_checks.py TE_FOLDER MODELS MEGATRON_FOLDER...`` with MODELS a JSON list of folders,
+empty for the core checks alone; prints one JSON object, check -> "ok" or what went wrong.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import json
 import os
 import sys
 
+import hosted
 import te_host
 import torch
 
@@ -34,8 +36,9 @@ def transformer_config(**kwargs):
     from megatron.core.transformer import TransformerConfig
 
     shape = dict(
-        num_layers=4, hidden_size=256, num_attention_heads=2, num_query_groups=2, num_moe_experts=8, moe_ffn_hidden_size=256,
-        moe_grouped_gemm=True, add_bias_linear=False, moe_token_dispatcher_type="alltoall", bf16=True,
+        num_layers=4, hidden_size=256, num_attention_heads=2, num_query_groups=2, num_moe_experts=8,
+        moe_ffn_hidden_size=256, moe_grouped_gemm=True, add_bias_linear=False,
+        moe_token_dispatcher_type="alltoall", bf16=True,
     )  # fmt: skip
     return TransformerConfig(**{**shape, **kwargs})
 
@@ -135,7 +138,8 @@ ENGINES: dict[str, object] = {}
 
 
 def engine(path: str):
-    """Our engine as verl's worker builds it, in the reference policy's role: without optimizer and DDP, which need a GPU."""
+    """Our engine as verl's worker builds it, in the reference policy's role: without optimizer and DDP, which need a
+    GPU."""
     if path in ENGINES:
         return ENGINES[path]
     from driver import compose
@@ -145,7 +149,8 @@ def engine(path: str):
 
     only_here = {"perform_initialization": "false", "gradient_accumulation_fusion": "false"}
     config = compose(
-        f"actor_rollout_ref.model.path={path}", "model_engine=megatron", "+fp8=unified_megatron", "fp8.recipe.scale_format=fp32",
+        f"actor_rollout_ref.model.path={path}", "model_engine=megatron",
+        "+fp8=unified_megatron", "fp8.recipe.scale_format=fp32",
         *(f"+actor_rollout_ref.actor.megatron.override_transformer_config.{k}={v}" for k, v in only_here.items()),
         config_name="ppo_trainer",
     )  # fmt: skip
@@ -170,7 +175,8 @@ def engine(path: str):
 
 
 def split_by_the_bridge(made, tensor_of) -> dict[str, torch.Tensor]:
-    """Checkpoint name -> its part of ``tensor_of(parameter)``, by Megatron-Bridge's own mapping of each fused weight."""
+    """Checkpoint name -> its part of ``tensor_of(parameter)``, by Megatron-Bridge's own mapping of each fused
+    weight."""
     found = {}
     for task in made.bridge.get_conversion_tasks(made.module):
         hf = task.mapping.hf_param
@@ -225,12 +231,12 @@ def check_engine_ships_transformer_engines_codes():
     TransformerEngine quantises the fused parameter; the bridge's own mapping then says which rows are whose.
     """
     from verl_fp8.numerics.quantize import QuantizedTensor
-    from verl_fp8.sync.stream import SCALE_SUFFIX, quantize_weight
+    from verl_fp8.sync.stream import SCALE_SUFFIX, codes_of_weight
 
     for path in MODELS:
         made = engine(path)
         sent = dict(made.get_per_tensor_param()[0])
-        fused = split_by_the_bridge(made, lambda weight: quantize_weight(weight, SETTINGS).dequantize())
+        fused = split_by_the_bridge(made, lambda weight: codes_of_weight(weight, SETTINGS).dequantize())
         assert len(fused) == len(made._fp8_layers)
         for name, expected in fused.items():
             scale = sent[name.removesuffix(".weight") + SCALE_SUFFIX]
@@ -244,7 +250,7 @@ def check_engine_forward_is_watched():
     from megatron.core.fp8_utils import get_fp8_context
 
     from verl_fp8.numerics.linear import fp8_linear_forward
-    from verl_fp8.sync.stream import quantize_weight
+    from verl_fp8.sync.stream import codes_of_weight
 
     made = engine(MODELS[0])
     name = "model.layers.1.self_attn.o_proj"
@@ -258,7 +264,7 @@ def check_engine_forward_is_watched():
             with get_fp8_context(made.tf_config, 1):
                 y, _ = module(x)
         made._check_ran()
-        expected = fp8_linear_forward(x.view(128, -1), quantize_weight(module.weight, SETTINGS), SETTINGS.recipe)
+        expected = fp8_linear_forward(x.view(128, -1), codes_of_weight(module.weight, SETTINGS), SETTINGS.recipe)
         assert torch.equal(y.view(128, -1), expected) and not torch.equal(y, plain)
         made.fp8 = dataclasses.replace(SETTINGS, recipe=Recipe(scale_format="pow2"))
         assert "power_2_scale" in raised(ContractError, made._check_ran)
@@ -305,4 +311,4 @@ if __name__ == "__main__":
     sys.path[:0] = sys.argv[3:]
     MODELS += json.loads(sys.argv[2])
     on_one_rank_without_a_gpu()
-    te_host.run(globals(), "check_" if MODELS else "check_core")
+    print(json.dumps(hosted.run(globals(), prefix="check_" if MODELS else "check_core")))

@@ -60,9 +60,9 @@ def check_signatures():
     assert list(inspect.signature(general_grouped_gemm).parameters)[:11] == wanted
     options = {"rowwise", "columnwise", "amax_epsilon", "force_pow_2_scales", "block_scaling_dim"}
     assert options <= inspect.signature(Float8BlockQuantizer).parameters.keys()
-    module = inspect.signature(te._te().Linear.__init__).parameters
+    module = inspect.signature(te.transformer_engine().Linear.__init__).parameters
     assert {"in_features", "out_features", "bias", "params_dtype", "device"} <= module.keys()
-    assert {"enabled", "recipe"} <= inspect.signature(te._te().autocast.__init__).parameters.keys()
+    assert {"enabled", "recipe"} <= inspect.signature(te.transformer_engine().autocast.__init__).parameters.keys()
     assert {"fp8_format", "backward_override"} <= inspect.signature(Float8BlockScaling).parameters.keys()
 
 
@@ -83,11 +83,12 @@ def check_constructor_traps():
 
 
 def check_conversion_keeps_parameters():
-    """The same Parameter objects under the same state-dict keys, no extra state, mode kept; loads a plain state dict."""
+    """The same Parameter objects under the same state-dict keys, no extra state, mode kept; loads a plain state
+    dict."""
     plain = nn.Sequential(nn.Linear(192, 144), nn.Linear(144, 80, bias=False)).eval()
     parameters, state = dict(plain.named_parameters()), {k: v.clone() for k, v in plain.state_dict().items()}
     convert_linears(plain, Recipe(), LayerFilter(), "te")
-    assert all(isinstance(m, te._te().Linear) and not m.training for m in plain)
+    assert all(isinstance(m, te.transformer_engine().Linear) and not m.training for m in plain)
     assert {n: id(p) for n, p in plain.named_parameters()} == {n: id(p) for n, p in parameters.items()}
     assert list(plain.state_dict()) == list(state)
     assert not plain.load_state_dict(state).missing_keys
@@ -103,7 +104,8 @@ def check_converts_on_meta():
 
 
 def check_equals_the_reference():
-    """Forward, dgrad, wgrad and bias gradient: bit-equal to the reference layer, for every recipe, without and with autocast."""
+    """Forward, dgrad, wgrad and bias gradient: bit-equal to the reference layer, for every recipe, without and with
+    autocast."""
     for recipe, autocast in itertools.product(RECIPES, (False, True)):
         x = torch.randn(3, 45, 192, dtype=torch.float32 if autocast else torch.bfloat16, generator=torch.manual_seed(1))
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -115,7 +117,8 @@ def check_equals_the_reference():
 
 
 def check_what_is_quantized():
-    """One layer's calls: activation 1x128, weight 128x128 and gradient 1x128, all from bf16 with the recipe's format."""
+    """One layer's calls: activation 1x128, weight 128x128 and gradient 1x128, all from bf16 with the recipe's
+    format."""
     recipe = Recipe(scale_format="fp32", eps=1e-4)
     module = nn.Sequential(nn.Linear(192, 144, bias=False)).bfloat16()
     convert_linears(module, recipe, LayerFilter(), "te")
@@ -144,7 +147,8 @@ def check_recompute():
 
 
 def check_fsdp2():
-    """Sharded by FSDP2 with fp32 masters and bf16 compute, recomputed: the bits of the unsharded bf16 model; experts too.
+    """Sharded by FSDP2 with fp32 masters and bf16 compute, recomputed: the bits of the unsharded bf16 model; experts
+    too.
 
     TransformerEngine sees the sharding, keeps no weight codes and quantises the gathered weight again in the backward.
     """
@@ -198,7 +202,8 @@ def run_experts(module, index, recompute=False):
     return [y.detach(), *(torch.zeros_like(t) if t.grad is None else t.grad for t in leaves)]
 
 
-# Two experts a token: 150 tokens for expert 0, a few for the others, none for the last; one token; other ranks' experts only.
+# Two experts a token: 150 tokens for expert 0, a few for the others, none for the last; one token; other ranks' experts
+# only.
 ROUTINGS = (
     torch.stack([torch.zeros(150, dtype=torch.long), torch.tensor([1, 1, 2, 3, 5])[torch.arange(150) % 5]], dim=1).flip(
         0
@@ -209,7 +214,8 @@ ROUTINGS = (
 
 
 def check_experts_equal_the_reference():
-    """Fused experts by the grouped GEMM: forward, dgrad, wgrad and the router's gradient bit-equal, every recipe and routing."""
+    """Fused experts by the grouped GEMM: forward, dgrad, wgrad and the router's gradient bit-equal, every recipe and
+    routing."""
     for recipe, index in itertools.product(RECIPES, ROUTINGS):
         expected, found = (run_experts(experts_of(backend, recipe), index) for backend in ("reference", "te"))
         names = ("y", "dx", "dweights", "dW_gate_up", "dW_down")

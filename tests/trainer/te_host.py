@@ -1,21 +1,21 @@
-"""TransformerEngine's real Python on a machine without a GPU, its compiled extension replaced by this package's numerics.
+"""TransformerEngine's real Python on a machine without a GPU, its compiled extension replaced by this package's
+numerics.
 
-Three functions of the extension are given a meaning, ``quantize``, ``generic_gemm`` and ``te_general_grouped_gemm``, in the
-layouts its Python expects; every other name is an empty class. What then runs for real is the Python of the wheel: te.Linear's
-forward and backward, the recipe, which quantiser is called for which operand, which operand goes into which GEMM, what is
-saved; of the grouped GEMM its arguments and the storages. What the
-CUDA kernels compute is not shown here; tests/gpu compares that.
+Three functions of the extension are given a meaning, ``quantize``, ``generic_gemm`` and ``te_general_grouped_gemm``, in
+the layouts its Python expects; every other name is an empty class. What then runs for real is the Python of the wheel:
+te.Linear's forward and backward, the recipe, which quantiser is called for which operand, which operand goes into which
+GEMM, what is saved; of the grouped GEMM its arguments and the storages. What the CUDA kernels compute is not shown
+here; tests/gpu compares that.
 
-Run as a script: ``python te_host.py WHEEL_FOLDER``; prints one JSON object, check -> "ok" or what went wrong.
+Run as a script: ``python te_host.py WHEEL_FOLDER``, see hosted.py; prints one JSON object, check -> "ok" or what went
+wrong.
 """
 
 import enum
 import importlib.machinery
-import inspect
 import json
 import os
 import sys
-import traceback
 import types
 from unittest.mock import MagicMock
 
@@ -40,7 +40,7 @@ class DType(enum.IntEnum):
     kFloat4E2M1 = 10
 
 
-class NVTE_Fused_Attn_Backend(enum.IntEnum):  # noqa: N801 - TransformerEngine's name
+class NVTE_Fused_Attn_Backend(enum.IntEnum):
     """Its members are compared with TransformerEngine's own list at import."""
 
     NVTE_No_Backend = -1
@@ -91,7 +91,8 @@ CALLS: list[tuple] = []  # what the extension was asked, in order
 
 
 def quantize(tensor, quantizer, *_):
-    """tex.quantize for a Float8BlockQuantizer: codes and scales in the layouts of Float8BlockQuantizer.get_scale_shape."""
+    """tex.quantize for a Float8BlockQuantizer: codes and scales in the layouts of
+    Float8BlockQuantizer.get_scale_shape."""
     from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
 
     n, square = quantizer.block_len, quantizer.block_scaling_dim == 2
@@ -138,17 +139,19 @@ def _dequantized(operand, direction):
 
 
 def generic_gemm(a, transa, b, transb, out, quantizer, out_dtype, *args, **kwargs):
-    """tex.generic_gemm, row-major: (b.T if transb else b) @ (a.T if transa else a), from the operand's right direction."""
+    """tex.generic_gemm, row-major: (b.T if transb else b) @ (a.T if transa else a), from the operand's right
+    direction."""
     left = _dequantized(b, "columnwise" if transb else "rowwise")
     right = _dequantized(a, "rowwise" if transa else "columnwise")
     left, right = (left.t() if transb else left), (right.t() if transa else right)
     CALLS.append(("gemm", tuple(left.shape), tuple(right.shape), not isinstance(a, torch.Tensor)))
-    y = reference._matmul(left, right, TORCH[DType(int(out_dtype))])
+    y = reference.matmul(left, right, TORCH[DType(int(out_dtype))])
     return y, None, None, None
 
 
 def te_general_grouped_gemm(a, transa, b, transb, out, out_dtype, m_splits, bias, bias_dtype, single_output, *args):
-    """tex.te_general_grouped_gemm (pytorch/csrc/extensions/gemm.cpp): one product an expert, into one tensor's slices or many."""
+    """tex.te_general_grouped_gemm (pytorch/csrc/extensions/gemm.cpp): one product an expert, into one tensor's slices
+    or many."""
     _, grad, _, _, accumulate, split_accumulator, _ = args
     assert len(a) == len(b) == len(m_splits) and split_accumulator and not accumulate
     assert (grad, single_output) == ((transa, transb) != (True, False), (transa, transb) != (False, True))
@@ -187,7 +190,7 @@ def load(folder: str):
     from transformer_engine.pytorch.module import linear
 
     # Both sides sum in float64, so that padded tokens cannot change the order of a float32 sum.
-    reference._matmul = lambda a, b, dtype: (a.double() @ b.double()).to(dtype)
+    reference.matmul = lambda a, b, dtype: (a.double() @ b.double()).to(dtype)
 
     # What te.Linear asks of the device.
     quantization._FP8_SUPPORT = quantization._FP8_BLOCK_SCALING_SUPPORT = (True, "")
@@ -201,22 +204,10 @@ def load(folder: str):
     return transformer_engine.pytorch
 
 
-def run(namespace: dict, prefix: str) -> None:
-    """Run every function of a module whose name starts so, and print name -> ``ok`` or the traceback, as JSON."""
-    results = {}
-    for name, check in list(namespace.items()):
-        if name.startswith(prefix) and inspect.isfunction(check):
-            try:
-                check()
-                results[name] = "ok"
-            except BaseException:
-                results[name] = traceback.format_exc()
-    print(json.dumps(results))
-
-
 if __name__ == "__main__":
     load(sys.argv[1])
     sys.modules["te_host"] = sys.modules["__main__"]
+    import hosted
     import te_checks
 
-    run(vars(te_checks), "check_")
+    print(json.dumps(hosted.run(vars(te_checks))))

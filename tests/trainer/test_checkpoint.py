@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from verl_fp8.errors import ConfigError, DataError
-from verl_fp8.rules import resume
 from verl_fp8.switches.settings import Fp8Settings
 from verl_fp8.trainer import checkpoint
 
@@ -92,25 +91,3 @@ def test_a_cut_shard_is_named(actor, part):
     for rank in (1, None):
         with pytest.raises(DataError, match="model_world_size_2_rank_1.pt"):
             checkpoint.check_files(actor, rank)
-
-
-def test_a_cut_tracker_is_named(tmp_path):
-    """verl's latest_checkpointed_iteration.txt without a number."""
-    trainer = {"resume_mode": "auto", "default_local_dir": str(tmp_path)}
-    assert resume.resumed(trainer) is None
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("")
-    with pytest.raises(ConfigError, match="latest_checkpointed_iteration.txt"):
-        resume.resumed(trainer)
-
-
-def test_the_driver_judges_what_it_knows(actor, tmp_path):
-    """A driver without the GPU cannot tell what auto means: it leaves the recipe to the workers, and looks at the rest."""
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
-    trainer = {"resume_mode": "auto", "default_local_dir": str(tmp_path)}
-    blackwell = Fp8Settings.parse({}, capability=(10, 0))
-    resume.check_resume(trainer, blackwell, known=False)
-    with pytest.raises(ConfigError, match="fp8.recipe.scale_format=fp32"):
-        resume.check_resume(trainer, blackwell, known=True)
-    with pytest.raises(ConfigError, match="fp8.mode"):
-        resume.check_resume(trainer, Fp8Settings.parse({"mode": "rollout"}, capability=None), known=False)
-    resume.check_resume(trainer | {"resume_mode": "disable"}, blackwell, known=True)

@@ -13,7 +13,7 @@ from verl_fp8.layers.filter import LayerFilter
 from verl_fp8.numerics.linear import fp8_linear_forward
 from verl_fp8.numerics.quantize import quantize
 from verl_fp8.numerics.recipe import Recipe
-from verl_fp8.trainer.convert import BACKENDS, convert_linears
+from verl_fp8.trainer.convert import BACKENDS, Backend, convert_linears
 from verl_fp8.trainer.reference import ReferenceFp8Linear
 
 RECIPE = Recipe(weight_block=(32, 32), activation_block=(1, 32), gradient_block=(1, 32))
@@ -285,17 +285,20 @@ def test_a_backend_may_return_new_modules_and_limit_shapes():
         assert recipe is RECIPE
         return Wrapper(linear)
 
-    convert.multiple = (8, 16)
+    def no_experts(module, recipe):
+        raise AssertionError("there are none")
+
+    other = Backend(name="other", linear=convert, experts=no_experts, multiple=(8, 16))
     shared = nn.Linear(32, 32)
     model = nn.ModuleDict({"a": shared, "b": nn.ModuleList([shared]), "narrow": nn.Linear(24, 32)})
     weight = shared.weight
-    report = convert_linears(model, RECIPE, LayerFilter(), "other", {"other": convert})
+    report = convert_linears(model, RECIPE, LayerFilter(), "other", {"other": other})
     assert report.converted == ("a", "b.0")
     assert report.skipped == {"narrow": "in_features not a multiple of 16"}
     assert model["a"] is model["b"][0]
     assert isinstance(model["a"], Wrapper)
     assert model["a"].weight is weight
-    assert set(BACKENDS) >= {"reference"}
+    assert {name: backend.name for name, backend in BACKENDS.items()} == {n: n for n in ("reference", "te", "torch")}
 
 
 def test_summary_counts_by_leaf_and_reason():

@@ -1,20 +1,19 @@
-"""``+fp8=unified_megatron`` on the Python of real wheels: TransformerEngine, megatron-core, Megatron-Bridge, verl's engine.
+"""``+fp8=unified_megatron`` on the Python of real wheels: TransformerEngine, megatron-core, Megatron-Bridge, verl's
+engine.
 
-What runs is in megatron_checks.py, one process a version. The newest megatron-core and bridge ask for Python 3.12, so the
-newest core is checked here without its bridge, and the bridge with the core it goes with.
+What runs is in megatron_checks.py, one process a version. The newest megatron-core and bridge ask for Python 3.12, so
+the newest core is checked here without its bridge, and the bridge with the core it goes with.
 """
 
-import ast
+import functools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
 from tests.driver import compose
+from tests.trainer.hosted import checks_in, judge, selected, start
 from tests.wheels import unpacked
 from verl_fp8.rules.run import validate_run
 from verl_fp8.switches.hardware import MEGATRON_CORE, Hardware, assume
@@ -25,11 +24,7 @@ A = "actor_rollout_ref.actor"
 TE = "2.20.2"
 # The floor of the claimed range with its bridge, and its last version, whose wheel is for Python 3.12.
 VERSIONS = {"0.16.1": ("megatron-bridge", "0.3.1"), "0.19.2": None}
-CHECKS = {
-    f.name: ast.get_docstring(f)
-    for f in ast.parse((HERE / "megatron_checks.py").read_text()).body
-    if isinstance(f, ast.FunctionDef) and f.name.startswith("check_")
-}
+CHECKS = checks_in(HERE / "megatron_checks.py")
 CASES = [(v, c) for v, bridge in VERSIONS.items() for c in CHECKS if bridge or c.startswith("check_core")]
 
 
@@ -48,13 +43,11 @@ def written(model: str, *overrides: str) -> tuple[dict, dict]:
 
 
 @pytest.fixture(scope="module")
-def results(pytestconfig, make_model):
-    """version -> check -> "ok" or a traceback; one process a version."""
-    found = {}
+def results(request, pytestconfig, make_model):
+    """version -> check -> what it said; one process a version."""
 
+    @functools.cache
     def of(version: str) -> dict[str, str]:
-        if version in found:
-            return found[version]
         cache, bridge = pytestconfig.cache, VERSIONS[version]
         folders = [unpacked(cache, "megatron-core", version, python=None if bridge else "3.12")]
         folders += [unpacked(cache, *bridge)] if bridge else []
@@ -62,19 +55,14 @@ def results(pytestconfig, make_model):
         transformer, optimizer = written(models[0])
         ends, _ = written(models[0], "fp8.recipe.exclude=['model.layers.0.*']")
         ends = ends | {"num_layers_at_end_in_bf16": 1}
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join((str(HERE), str(HERE.parents[1]))),
+        variables = {
             "VERL_FP8_TEST_WRITTEN": json.dumps({"transformer": [transformer, ends], "optimizer": optimizer}),
             SCALES_VARIABLE: "1",
         }
         te = unpacked(cache, "transformer_engine", TE)
         arguments = [str(te), json.dumps(models if bridge else []), *map(str, folders)]
-        command = [sys.executable, "-W", "ignore", str(HERE / "megatron_checks.py"), *arguments]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
-        found[version] = json.loads(done.stdout.splitlines()[-1])
-        return found[version]
+        names = [parameters["check"] for parameters in selected(request, version=version)]
+        return start(HERE / "megatron_checks.py", *arguments, names=names, timeout=600, **variables)
 
     return of
 
@@ -83,7 +71,7 @@ def results(pytestconfig, make_model):
 @pytest.mark.parametrize(("version", "check"), CASES)
 def test_megatron(results, version, check):
     """One check of megatron_checks.py on one version of megatron-core."""
-    assert results(version)[check] == "ok", f"{CHECKS[check]}\n{results(version)[check]}"
+    judge(results(version)[check], CHECKS[check])
 
 
 def test_the_versions_are_the_ends_of_the_claimed_range():

@@ -99,7 +99,7 @@ def test_one_ulp_of_the_scales_is_seen(monkeypatch):
     """A third of the weight scales one ulp off (448 / amax written the PyTorch way) changes the logits."""
     from verl_fp8.numerics import linear
 
-    model, original = tiny(), linear._quantize_weight
+    model, original = tiny(), linear.quantize_weight
     ids = torch.randint(0, 64, (16, 64), generator=torch.Generator().manual_seed(2))
     before = logits(model, ids)
 
@@ -108,7 +108,7 @@ def test_one_ulp_of_the_scales_is_seen(monkeypatch):
         quantized.scale_inv.view(torch.int32).view(-1)[::3] += 1
         return quantized
 
-    monkeypatch.setattr(linear, "_quantize_weight", nudged)
+    monkeypatch.setattr(linear, "quantize_weight", nudged)
     assert not torch.equal(before, logits(model, ids))
     monkeypatch.undo()
     assert torch.equal(before, logits(model, ids))
@@ -130,7 +130,8 @@ def test_one_ulp_of_one_scale_is_seen():
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_gradients_flow_to_every_parameter(arch):
-    """Backward in ordinary precision: every parameter gets a finite gradient that is not zero, as in the stock model."""
+    """Backward in ordinary precision: every parameter gets a finite gradient that is not zero, as in the stock
+    model."""
     model = tiny(arch).train()
     ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(3))
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()

@@ -55,7 +55,8 @@ def uneven(tokens: int):
 
 
 def loop(module, recipe, x, index, weights):
-    """One Fp8LinearFunction a projection and expert on rows picked by hand; gradients in x, weights and the returned lists."""
+    """One Fp8LinearFunction a projection and expert on rows picked by hand; gradients in x, weights and the returned
+    lists."""
     gate_up = [w.detach().clone().requires_grad_() for w in module.gate_up_proj]
     down = [w.detach().clone().requires_grad_() for w in module.down_proj]
     # Each (token, place) has its own leaf, so that no summation order is autograd's.
@@ -283,8 +284,8 @@ def test_exact_mode_refuses_the_architecture_by_name():
 # Qwen/Qwen3-30B-A3B's config.json; two of its 48 equal layers, as the rule looks at each by itself.
 QWEN3_30B_A3B = dict(
     vocab_size=151936, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=2,
-    num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
-    tie_word_embeddings=False,
+    num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
+    norm_topk_prob=True, tie_word_embeddings=False,
 )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from tests.driver import SWITCHES, compose
 from tests.wheels import unpacked
 from verl_fp8.errors import ContractError
 from verl_fp8.hooks.targets import CheckedFSDPActorConfig, Fp8EngineConfig, Fp8RolloutConfig, ModelConfig
-from verl_fp8.rules import correction, refuse, run
+from verl_fp8.rules import asked, correction, groups, job, machine, model, refuse, run
 from verl_fp8.upstream import contract, symbols_megatron
 from verl_fp8.upstream.contract import SYMBOLS, Symbol, check, require, require_versions
 
@@ -28,7 +28,8 @@ ELSEWHERE = symbols_megatron.SYMBOLS + symbols_megatron.BRIDGE
 PACKAGE = Path(verl_fp8.__file__).parent
 # Dotted name below the package -> file.
 MODULES = {".".join(p.relative_to(PACKAGE).with_suffix("").parts): p for p in sorted(PACKAGE.rglob("*.py"))}
-# TransformerEngine is read back object by object where it is used (trainer/te.py): it cannot be imported without a GPU build.
+# TransformerEngine is read back object by object where it is used (trainer/te.py): without a GPU build it cannot be
+# imported.
 PACKAGES = ("verl", "vllm", "transfer_queue", "megatron")
 
 # Paths the rules read that are free-form in verl: the keys of a mapping handed on as it is.
@@ -66,7 +67,8 @@ if package == "verl":
         engine = hydra.utils.instantiate(megatron.actor_rollout_ref[role].megatron, _convert_="partial")
         if engine.settings().mode != "unified_megatron" or engine.override_transformer_config["fp8"] != "e4m3":
             failed.append(f"{role}.megatron")
-    if hydra.utils.instantiate(megatron.actor_rollout_ref.actor.optim).override_optimizer_config["fp8_recipe"] != "blockwise":
+    optimizer = hydra.utils.instantiate(megatron.actor_rollout_ref.actor.optim)
+    if optimizer.override_optimizer_config["fp8_recipe"] != "blockwise":
         failed.append("actor.optim")
     node = OmegaConf.to_container(config, resolve=True)
     from verl_fp8.hooks import targets as ours
@@ -144,18 +146,18 @@ def test_the_table_holds_at_the_floor_of_the_claimed_range(pytestconfig, keys_re
 
 @pytest.fixture(scope="session")
 def keys_read(tiny_model) -> set[str]:
-    """The configuration paths that ``validate_run`` reads on a run with both switches on, verl's own ones."""
+    """The configuration paths that ``prepare`` reads on a run with both switches on, verl's own ones."""
     read, original = set(), refuse.get
 
     def recording(config, path, default=None):
         read.add(path)
         return original(config, path, default)
 
-    readers = (refuse, run, correction)
+    readers = [m for m in (refuse, asked, run, groups, job, correction, machine, model) if hasattr(m, "get")]
     for module in readers:
         module.get = recording
     try:
-        run.validate_run(compose(*SWITCHES, f"actor_rollout_ref.model.path={tiny_model}"))
+        run.prepare(compose(*SWITCHES, f"actor_rollout_ref.model.path={tiny_model}"))
     finally:
         for module in readers:
             module.get = original
@@ -227,7 +229,7 @@ NOT_IN_A_RUN = {
     "tools.mismatch.certify",
     "tools.mismatch.certify_rollout",
     "tools.mismatch.attribute",
-    "tools.doctor.command",
+    "tools.doctor.nodes",
     "tools.doctor.facts",
     "rules.megatron",  # the driver's rules, as validate
     "hooks.vllm_plugin",

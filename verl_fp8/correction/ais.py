@@ -25,6 +25,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from verl_fp8.correction.statistics import Moments, Quantiles
 from verl_fp8.errors import ConfigError, DataError
 
 LEVELS = ("token", "sequence", "geometric")
@@ -35,9 +36,6 @@ _LOG_RATIO_BOUND = 20.0
 # Elements a block. Scratch takes 36 bytes each, less than one input tensor of a real batch; smaller blocks lose more to
 # call overhead than they win in the L2 cache.
 _BLOCK = 1 << 17
-
-# The histogram behind the quantiles: from 2**_LOW to 2**_HIGH nats, 2**_STEPS bins to a doubling.
-_LOW, _HIGH, _STEPS = -18, 6, 10
 
 # Of the numeric keys: lowest value, whether it is itself allowed, highest value.
 _RANGES = {
@@ -152,7 +150,7 @@ def ais_weights(
     step = max(1, _BLOCK // max(1, length))  # whole rows: a sequence ratio needs its row in one piece
     blocks = [slice(start, start + step) for start in range(0, batch, step)]
 
-    stats = _Statistics(config, min(step, batch) * length, weights.device)
+    stats = Statistics(config, min(step, batch) * length, weights.device)
     for rows in blocks:
         stats.add(train_log_probs[rows], rollout_log_probs[rows], advantages[rows], mask[rows], weights[rows])
     diagnostics = stats.diagnostics(previous_alpha)
@@ -198,7 +196,7 @@ def apply_weights(advantages: Tensor, weights: Tensor) -> Tensor:
     return (_wide(advantages) * weights).to(advantages.dtype)
 
 
-class _Statistics:
+class Statistics:
     """The first walk over the batch: what alpha and the diagnostics need, over the tokens kept.
 
     The scratch is allocated once: fresh temporaries cost more in page faults than the arithmetic does. Masked values
@@ -210,11 +208,11 @@ class _Statistics:
         self.config = config
         self.narrow = torch.empty(3, size, dtype=torch.float32, device=device)
         self.wide = torch.empty(3, size, dtype=torch.float64, device=device)
-        self.quantiles = _Quantiles(device)
+        self.quantiles = Quantiles(device)
         self.valid = self.nonfinite = self.clipped = 0
         self.sum_abs_diff = 0.0
         self.wbar_min, self.wbar_max = math.inf, -math.inf
-        self.excess, self.advantage, self.weighted = _Moments(), _Moments(), _Moments()  # of wbar - 1, A, A * wbar
+        self.excess, self.advantage, self.weighted = Moments(), Moments(), Moments()  # of wbar - 1, A, A * wbar
         self.signs = [0.0] * 4  # sums of sign(A), sign(A)^2, sign(A) (wbar - 1) and sign(A)^2 (wbar - 1)
 
     def add(self, train: Tensor, rollout: Tensor, advantages: Tensor, mask: Tensor, wbar: Tensor) -> None:
@@ -326,61 +324,6 @@ class _Statistics:
             "ais/n_tokens": float(n),
             "ais/nonfinite_tokens": float(self.nonfinite),
         }
-
-
-@dataclass
-class _Moments:
-    """Mean and sum of squared deviations of a stream, merged block by block (Chan, Golub and LeVeque 1983).
-
-    Order and cut into blocks change no more than float64 rounding, whatever the mean.
-    """
-
-    n: int = 0
-    mean: float = 0.0
-    m2: float = 0.0
-
-    def add(self, values: Tensor, keep: Tensor, n: int, total: float) -> None:
-        """Add the `n` > 0 float64 values, of sum `total`, where `keep` is 1; both flat, `values` 0 elsewhere."""
-        mean = total / n
-        squares = torch.dot(values, values).item()
-        m2 = squares - n * mean * mean
-        if m2 < 1e-3 * squares:  # above it, cancellation costs at most 3 of float64's 16 digits
-            centred = torch.sub(values, keep, alpha=mean)
-            m2 = torch.dot(centred, centred).item()
-        delta, self.n = mean - self.mean, self.n + n
-        self.mean += delta * (n / self.n)
-        self.m2 += m2 + delta * delta * ((self.n - n) * n / self.n)
-
-    @property
-    def std(self) -> float:
-        """Sample standard deviation; 0 where it is undefined."""
-        return math.sqrt(self.m2 / (self.n - 1)) if self.n > 1 else 0.0
-
-
-class _Quantiles:
-    """Upper quantiles of a stream of non-negative float32, in fixed memory and independent of its order.
-
-    Selecting exactly costs half as much as all the rest. The bits of a non-negative float grow with its value, so the
-    upper ones are a ready-made logarithmic bin; the relative error is half a bin, 2**-(_STEPS + 1) = 0.05 %.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.counts = torch.zeros(((_HIGH - _LOW) << _STEPS) + 1, dtype=torch.int64, device=device)
-
-    def add(self, values: Tensor) -> None:
-        """Count flat `values`, and overwrite them."""
-        bins = values.clamp_(2.0**_LOW, 2.0**_HIGH).view(torch.int32)
-        bins.bitwise_right_shift_(23 - _STEPS).sub_((127 + _LOW) << _STEPS)
-        self.counts += bins.bincount(minlength=self.counts.numel())
-
-    def from_top(self, rank: int) -> float:
-        """The value with `rank` values above it; 0 in the lowest bin and where there are no values."""
-        above = self.counts.flip(0).cumsum(0)
-        index = self.counts.numel() - 1 - int(torch.searchsorted(above, rank, right=True))
-        if index <= 0:
-            return 0.0
-        exponent, step = divmod(index, 1 << _STEPS)
-        return 2.0 ** (_LOW + exponent) * (1.0 + (step + 0.5) / (1 << _STEPS))
 
 
 def _check_inputs(train: Tensor, rollout: Tensor, advantages: Tensor, mask: Tensor) -> None:

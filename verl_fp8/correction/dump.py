@@ -256,7 +256,7 @@ def read_step(path: Path) -> DumpStep:
     asked, metadata = f"the dump file {path}", read_header(path)
     try:
         with safe_open(path, "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no iterator)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
     except (SafetensorError, OSError, ValueError) as error:
         raise DataError(asked, f"tensors that cannot be read ({_one_line(error)})", _AGAIN) from error
     expected = {**PER_TOKEN, **PER_RESPONSE}

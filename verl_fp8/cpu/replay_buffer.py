@@ -1,4 +1,4 @@
-"""verl's replay buffers with a short poll: stock verl looks every two seconds, which is most of a step of a tiny model."""
+"""verl's replay buffers with a short poll. Stock verl looks every two seconds, most of a step of a tiny model."""
 
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 

@@ -1,10 +1,10 @@
 """Removes what the processes of a local run leave in /dev/shm and /tmp.
 
-Ray ends its workers and their children with SIGKILL, on Ctrl-C, after an error and mostly after a good end too. vLLM's
-message queues (``psm_*``, a few hundred MiB a run), its sockets and verl's then stay, and Python's resource tracker cannot
-help: it is one of those children. So the driver, whose children they all are, notes what they have open while they live,
-lets Ray end them and removes it. On a cluster that was up before the run it sees nothing; ``verl-fp8 doctor --ray`` lists
-leftovers.
+Ray ends its workers and their children with SIGKILL: on Ctrl-C, after an error, and mostly after a good end too. vLLM's
+message queues (``psm_*``, a few hundred MiB a run), its sockets and verl's then stay. Python's resource tracker cannot
+help, since it is one of those children. They are all children of the driver. So the driver notes what they have open
+while they live, lets Ray end them, and removes what is left. On a cluster that was up before the run it sees nothing;
+there ``verl-fp8 doctor --ray`` lists leftovers.
 """
 
 import atexit
@@ -56,7 +56,7 @@ def _at_exit(paths: set[str]) -> None:
 
 
 def opened(processes: Iterable[psutil.Process]) -> set[str]:
-    """Shared memory segments that these processes have mapped, and socket files they have bound in the temporary folder."""
+    """Shared memory segments that these processes have mapped, and socket files they have bound in the temp folder."""
     found = set()
     for process in processes:
         # Processes end while they are looked at, and some are another user's.

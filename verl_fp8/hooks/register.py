@@ -1,11 +1,14 @@
-"""Makes this package known to verl in the current process. Each function is idempotent and raises; nothing warns."""
+"""Puts our classes where verl looks for them, in the current process.
+
+Each function may be called again without effect, and raises where it cannot do its work. Nothing warns.
+"""
 
 from verl_fp8.errors import ContractError
 from verl_fp8.upstream import patched
 from verl_fp8.upstream.contract import require
 
 
-def engines() -> None:
+def register_fsdp_engine() -> None:
     """Register the FP8 FSDP2 engine under its own backend name, for CUDA and CPU."""
     from verl_fp8.trainer import engine_fsdp
 
@@ -13,10 +16,11 @@ def engines() -> None:
     engine_fsdp.register()
 
 
-def megatron_engine() -> None:
-    """Register the FP8 Megatron engine under its own backend name. Megatron is imported when an engine is built.
+def register_megatron_engine() -> None:
+    """Register the FP8 Megatron engine under its own backend name.
 
-    The driver builds verl's configuration too, and may be a machine without Megatron.
+    The driver comes here too, and may be a machine without Megatron. So a stand-in is registered, and Megatron is
+    imported when a worker builds the engine.
     """
     from verl.workers.engine.base import BaseEngine, EngineRegistry
 
@@ -27,7 +31,7 @@ def megatron_engine() -> None:
         return
 
     class Fp8MegatronEngine(BaseEngine):
-        """Gives way to the engine itself."""
+        """Stands in for the engine: building one builds the real one."""
 
         def __new__(cls, *args, **kwargs):
             try:
@@ -43,8 +47,8 @@ def megatron_engine() -> None:
     EngineRegistry.register(model_type="language_model", backend=MEGATRON_BACKEND)(Fp8MegatronEngine)
 
 
-def rollout() -> None:
-    """Let verl's rollout table point at our server adapter, whose weight sync cannot block for ever."""
+def register_server_adapter() -> None:
+    """Let verl's rollout table name our server adapter, whose weight sync cannot block for ever."""
     from verl.workers.rollout import base
 
     require("hooks.register")
@@ -52,10 +56,10 @@ def rollout() -> None:
         base._ROLLOUT_REGISTRY[("vllm", "async")] = "verl_fp8.sync.sender.Fp8ServerAdapter"
 
 
-def stage() -> None:
+def attach_stage() -> None:
     """Attach the correction stage and the FP8 metrics to verl's V1 trainer."""
-    from verl_fp8.correction import stage as stage_module
+    from verl_fp8.correction import stage
 
     require("correction.stage")
     require("correction.reweight")
-    stage_module.attach()
+    stage.attach()

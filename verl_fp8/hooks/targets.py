@@ -1,8 +1,8 @@
 """verl's configuration classes with ours in them: the ``_target_`` values the Hydra groups set.
 
-Hydra instantiates them wherever verl does: on the driver in ``validate_config`` (before Ray starts), in the task runner, in
-every FSDP worker and in every vLLM server. So the registrations of :mod:`verl_fp8.hooks.register` happen in exactly the processes
-that need them, whatever the user's own ``model.external_lib`` is, and a process that cannot import this package dies.
+verl builds them on the driver in ``validate_config`` (before Ray starts), in the task runner, in every worker of the
+trainer and in every vLLM server. So :mod:`verl_fp8.hooks.register` acts in exactly the processes that need it, whatever
+the user's own ``model.external_lib`` is. A process that cannot import this package dies.
 """
 
 from dataclasses import dataclass
@@ -24,12 +24,19 @@ from verl_fp8.switches.settings import BACKEND, MEGATRON_BACKEND, Fp8Settings
 from verl_fp8.upstream.contract import require
 
 
-class _Checked:
-    """Runs the driver's checks on the whole configuration when verl validates the actor's part of it."""
+class _OnTheDriver:
+    """What the driver does when verl validates the actor's configuration, which it does once a start, before Ray."""
 
     def validate(self, n_gpus: int, train_batch_size: int, model_config: DictConfig | None = None) -> None:
-        """verl/utils/config.py calls this on the driver with ``config.actor_rollout_ref.model``, a node of the whole tree."""
-        from verl_fp8.rules.run import validate_run
+        """Judge the whole configuration, start watching for leftovers, then validate as verl does.
+
+        Args:
+            model_config: ``actor_rollout_ref.model`` (verl/utils/config.py), a node of the whole tree.
+
+        Raises:
+            ConfigError: the node has no parents, or a rule refuses the run.
+        """
+        from verl_fp8.rules.run import conclude_start
 
         if not isinstance(model_config, DictConfig):
             raise ConfigError(
@@ -37,21 +44,23 @@ class _Checked:
                 f"a {type(model_config).__name__} without its parents",
                 "start verl through verl.trainer.main_ppo",
             )
-        validate_run(model_config._get_root())
+        # Usually the wrapper of validate_config (hooks/verl_plugin.py) has just asked; nothing is then judged again.
+        conclude_start(model_config._get_root())
+        # The one thing that is started here, and it comes after every rule.
         leftovers.watch()
         super().validate(n_gpus, train_batch_size, model_config)
 
 
 @dataclass
-class CheckedFSDPActorConfig(_Checked, FSDPActorConfig):
+class CheckedFSDPActorConfig(_OnTheDriver, FSDPActorConfig):
     """verl's FSDP actor; with an :class:`Fp8EngineConfig` inside it selects our engine instead of verl's."""
 
     def __post_init__(self):
         super().__post_init__()
         if isinstance(self.fsdp_config, Fp8EngineConfig):
-            register.engines()
-            # verl copies the strategy onto the engine and looks the engine class up by it. Ours has a name of its own, so
-            # that an actor.strategy=fsdp2 on the command line still means our engine and stock fsdp2 stays stock.
+            register.register_fsdp_engine()
+            # verl copies the strategy onto the engine and looks the engine class up by it. Ours has a name of its own.
+            # So actor.strategy=fsdp2 on the command line still means our engine, and stock fsdp2 stays stock.
             if self.strategy != "fsdp2":
                 raise ConfigError(
                     "+fp8 with FSDP",
@@ -62,13 +71,13 @@ class CheckedFSDPActorConfig(_Checked, FSDPActorConfig):
 
 
 @dataclass
-class CheckedMcoreActorConfig(_Checked, McoreActorConfig):
+class CheckedMcoreActorConfig(_OnTheDriver, McoreActorConfig):
     """verl's Megatron actor; with an :class:`Fp8McoreEngineConfig` inside it selects our engine instead of verl's."""
 
     def __post_init__(self):
         super().__post_init__()
         if isinstance(self.megatron, Fp8McoreEngineConfig):
-            register.megatron_engine()
+            register.register_megatron_engine()
             object.__setattr__(self.engine, "strategy", MEGATRON_BACKEND)
 
 
@@ -131,7 +140,7 @@ class ModelConfig(HFModelConfig):
     """verl's model configuration. The task runner builds it before the first step: the AIS stage is attached there."""
 
     def __post_init__(self):
-        register.stage()
+        register.attach_stage()
         super().__post_init__()
 
 
@@ -144,7 +153,7 @@ class Fp8RolloutConfig(RolloutConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        register.rollout()
+        register.register_server_adapter()
         from verl_fp8.rollout.arguments import fp8_arguments
 
         kwargs = dict(self.engine_kwargs)

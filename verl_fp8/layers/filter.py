@@ -1,6 +1,16 @@
-"""Which linear layers become FP8: :class:`LayerFilter`, from names and shapes; and which of them vLLM builds as one.
+"""Which linear layers become FP8: :class:`LayerFilter`, from names and shapes. How it works in ten lines:
 
-Frozen and pure: no torch, no verl, no vLLM. The trainer's swap, vLLM's ignore list and the weight sync all ask it.
+1. The trainer and vLLM each build the model in their own way. If they disagree about one layer, one side computes it in
+   FP8 and the other in bf16, and nobody is told. So both ask one filter, and so does the weight sync.
+2. The filter is frozen and pure: no torch, no verl, no vLLM. It sees a checkpoint's names and shapes, (out, in).
+3. :meth:`LayerFilter.reason` judges one layer. It gives the reason why the layer stays in bf16, or None.
+4. Output heads, routers and vision or audio towers stay in bf16, and so does what ``fp8.recipe.exclude`` matches.
+5. Parts of a name are compared whole. As a substring, the router ``gate`` would also hit ``gate_up_proj``.
+6. :meth:`LayerFilter.split` judges a model: (the converted names, kept name -> reason), in the model's order.
+7. vLLM builds q, k and v as one layer, gate and up as one, and all experts of a layer as one: :func:`fused_group`.
+8. Such a layer has one precision. What surprises: excluding ``*.q_proj`` alone is therefore an error.
+9. A pattern that matches no layer is an error too. A typo would convert the layer that was meant to stay.
+10. :func:`digest_of_layers` names the result, so that the two sides can compare it in sixteen letters.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

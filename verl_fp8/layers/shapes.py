@@ -159,7 +159,8 @@ def expert_shapes(name: str, module: nn.Module) -> dict[str, tuple[int, int]]:
     if module.down_proj.shape != (experts, hidden, double // 2):
         raise ConfigError(
             "FP8 experts (+fp8)",
-            f"{name} with gate_up_proj {tuple(module.gate_up_proj.shape)} and down_proj {tuple(module.down_proj.shape)}",
+            f"{name} with gate_up_proj {tuple(module.gate_up_proj.shape)} "
+            f"and down_proj {tuple(module.down_proj.shape)}",
             "use a model whose experts have one width, or remove +fp8",
         )
     shapes = {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}

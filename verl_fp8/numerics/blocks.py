@@ -1,4 +1,5 @@
-"""Walking over a matrix by its blocks: what the quantiser and the dequantiser do to each, on any device, in few passes."""
+"""Walking over a matrix by its blocks: what the quantiser and the dequantiser do to each, on any device, in few
+passes."""
 
 from collections.abc import Iterator
 
@@ -43,8 +44,8 @@ def decode(codes: torch.Tensor, scale_inv: torch.Tensor, block: tuple[int, int],
     """Write the float32 values of e4m3 codes, times their blocks' scales, to out.
 
     On CPUs torch's own cast is scalar code (4096 x 4096: 56 ms on two cores, this: 4), so the bits are moved: e4m3's
-    fields at float16's places read as the value times 2^-8 (exponent biases 7 and 15), subnormals included. The 2^8 goes
-    into the scale, exactly: a scale is at most 2^120.
+    fields at float16's places read as the value times 2^-8 (exponent biases 7 and 15), subnormals included. The 2^8
+    goes into the scale, exactly: a scale is at most 2^120.
     """
     if codes.device.type != "cpu":
         out.copy_(codes)

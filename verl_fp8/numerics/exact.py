@@ -1,12 +1,13 @@
 """One definition of every operation between two roundings, for a trainer and a rollout that agree to the bit.
 
-FP8 amplifies any difference: one flipped code in an early layer is a whole FP8 step, and thirty layers later two "equal" models
-differ almost as much as FP8 differs from bf16. So the exact mode fixes the points where values are rounded (bf16 at layer
-boundaries, FP8 at the linears' inputs) and computes everything between them in float64. Different orders of summation then
-differ by about 1e-16 relative, which practically never reaches a rounding to bf16 (2^-8) or FP8 (2^-4).
+FP8 amplifies any difference: one flipped code in an early layer is a whole FP8 step, and thirty layers later two
+"equal" models differ almost as much as FP8 differs from bf16. So the exact mode fixes the points where values are
+rounded (bf16 at layer boundaries, FP8 at the linears' inputs) and computes everything between them in float64.
+Different orders of summation then differ by about 1e-16 relative, which practically never reaches a rounding to bf16
+(2^-8) or FP8 (2^-4).
 
-Used by both sides: :mod:`verl_fp8.trainer.exact` swaps these into a Hugging Face model, :mod:`verl_fp8.rollout.exact` registers them
-with vLLM. The backward passes use ordinary precision (:func:`with_ordinary_backward`).
+Used by both sides: :mod:`verl_fp8.trainer.exact` swaps these into a Hugging Face model, :mod:`verl_fp8.rollout.exact`
+registers them with vLLM. The backward passes use ordinary precision (:func:`with_ordinary_backward`).
 """
 
 from collections.abc import Callable
@@ -43,7 +44,8 @@ def rope_table(positions: torch.Tensor, dim: int, base: float, dtype: torch.dtyp
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate [..., heads, dim] by [..., dim / 2] tables; products and sum rounded to x's dtype, as Hugging Face writes it."""
+    """Rotate [..., heads, dim] by [..., dim / 2] tables; products and sum rounded to x's dtype, as Hugging Face writes
+    it."""
     first, second = x.chunk(2, dim=-1)
     cos, sin = cos[..., None, :], sin[..., None, :]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -82,8 +84,8 @@ def dense(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_
 def log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """log softmax of float32 logits [..., vocab] at ``labels`` [...], by the operator vLLM's sampler calls.
 
-    vllm/v1/sample/ops/topk_topp_sampler.py, ``logits.log_softmax(dim=-1, dtype=torch.float32)``: each row is computed by
-    itself, so the batch around it does not matter; verl's own logits - logsumexp rounds differently.
+    vllm/v1/sample/ops/topk_topp_sampler.py, ``logits.log_softmax(dim=-1, dtype=torch.float32)``: each row is computed
+    by itself, so the batch around it does not matter; verl's own logits - logsumexp rounds differently.
     """
     return logits.log_softmax(dim=-1, dtype=torch.float32).gather(-1, labels[..., None]).squeeze(-1)
 

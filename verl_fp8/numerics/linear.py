@@ -5,8 +5,17 @@ import contextlib
 import torch
 from torch.autograd.function import once_differentiable
 
-from verl_fp8.numerics.quantize import QuantizedTensor, quantize
+from verl_fp8.numerics.quantize import QuantizedTensor, quantize_activation, quantize_weight
 from verl_fp8.numerics.recipe import Recipe
+
+
+def autocast_input(x: torch.Tensor) -> torch.Tensor:
+    """x in the dtype autocast computes in, where it is on: what it does to ``nn.functional.linear``'s input.
+
+    Our autograd functions and TransformerEngine's layers are unknown to autocast, so each casts by itself.
+    """
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def gemm(
@@ -29,7 +38,7 @@ def gemm(
         [M, N] in ``out_dtype``.
     """
     operand = b.dequantize(accumulate) if isinstance(b, QuantizedTensor) else b
-    return _matmul(a.dequantize(accumulate), operand.t(), out_dtype)
+    return matmul(a.dequantize(accumulate), operand.t(), out_dtype)
 
 
 def fp8_linear_forward(
@@ -45,7 +54,7 @@ def fp8_linear_forward(
         [..., N] in x's dtype.
     """
     flat = x.reshape(-1, x.shape[-1])
-    y = gemm(_quantize_activation(flat, recipe.activation_block, recipe), w_q, x.dtype, accumulate=accumulate)
+    y = gemm(quantize_activation(flat, recipe), w_q, x.dtype, accumulate=accumulate)
     return y.reshape(*x.shape[:-1], w_q.shape[0])
 
 
@@ -68,8 +77,8 @@ class Fp8LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, recipe, accumulate=torch.float32):
-        x_q = _quantize_activation(x, recipe.activation_block, recipe)
-        y = gemm(x_q, _quantize_weight(weight, recipe), x.dtype, accumulate=accumulate)
+        x_q = quantize_activation(x, recipe)
+        y = gemm(x_q, quantize_weight(weight, recipe), x.dtype, accumulate=accumulate)
         ctx.recipe = recipe
         dx_wanted, dw_wanted = ctx.needs_input_grad[:2]
         operands = (x_q.data, x_q.scale_inv) if recipe.backward == "dequantized" else (x, None)
@@ -84,34 +93,26 @@ class Fp8LinearFunction(torch.autograd.Function):
         dx = dw = None
         if recipe.backward == "fp8":
             if weight is not None:
-                dy_q = _quantize_activation(dy, recipe.gradient_block, recipe)
-                dx = gemm(dy_q, _quantize_weight(weight, recipe).t(), dtype)
+                dy_q = quantize_activation(dy, recipe, recipe.gradient_block)
+                dx = gemm(dy_q, quantize_weight(weight, recipe).t(), dtype)
             if x is not None:
-                dy_q = _quantize_activation(dy, recipe.gradient_block[::-1], recipe)
-                x_q = _quantize_activation(x, recipe.activation_block[::-1], recipe)
+                dy_q = quantize_activation(dy, recipe, recipe.gradient_block[::-1])
+                x_q = quantize_activation(x, recipe, recipe.activation_block[::-1])
                 dw = gemm(dy_q.t(), x_q.t(), dtype)
             return dx, dw, None, None
         if recipe.backward == "dequantized":
             if weight is not None:
-                weight = _quantize_weight(weight, recipe).dequantize(dtype)
+                weight = quantize_weight(weight, recipe).dequantize(dtype)
             if x is not None:
                 x = QuantizedTensor(x, x_scale_inv, recipe.activation_block).dequantize(dtype)
         if weight is not None:
-            dx = _matmul(dy.float(), weight.float(), dtype)
+            dx = matmul(dy.float(), weight.float(), dtype)
         if x is not None:
-            dw = _matmul(dy.float().t(), x.float(), dtype)
+            dw = matmul(dy.float().t(), x.float(), dtype)
         return dx, dw, None, None
 
 
-def _quantize_weight(weight: torch.Tensor, recipe: Recipe) -> QuantizedTensor:
-    return quantize(weight, recipe.weight_block, scale_format=recipe.scale_format, eps=recipe.eps)
-
-
-def _quantize_activation(x: torch.Tensor, block: tuple[int, int], recipe: Recipe) -> QuantizedTensor:
-    return quantize(x, block, scale_format=recipe.scale_format, eps=recipe.eps, check_finite=False)
-
-
-def _matmul(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+def matmul(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     """a @ b in the operands' precision, whatever autocast or the process's reduced-precision switches say."""
     kind = a.device.type
     switches = torch.backends.cuda.matmul if kind == "cuda" else torch.backends.mkldnn.matmul

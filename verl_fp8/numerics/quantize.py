@@ -1,22 +1,26 @@
-"""The one FP8 quantiser of trainer, weight sync and rollout, and the reference GEMMs on its codes.
+"""The one FP8 quantiser of trainer, weight sync and rollout.
 
-The formula is TransformerEngine's blockwise one, bit for bit (transformer_engine/common/recipe/recipe_common.cuh,
-compute_scale_from_amax, and common/transpose/quantize_transpose_{square,vector}_blockwise.cu)::
+How it works, in ten lines. An e4m3 number has 8 bits: it reaches 448 and keeps 4 significant bits. Weights and
+activations differ in size by far more than it can hold, so each block of a matrix gets a scale that moves its largest
+magnitude to 448. The formula is TransformerEngine's blockwise one, bit for bit (transformer_engine/common/recipe/
+recipe_common.cuh, compute_scale_from_amax; common/transpose/quantize_transpose_{square,vector}_blockwise.cu)::
 
-    amax = max |x| over the block, at least eps
-    s = 448 / amax, an IEEE division; 1 where amax is 0 or infinite; x's dtype's largest value where float32 overflows
-    scale format pow2: the mantissa of s is cleared
-    code = e4m3(float32(x) * s), nearest even, saturating
-    scale_inv = 1 / s, so that x is about code * scale_inv
+    x                           [M, K] bfloat16, float16 or float32
+    amax = max |x|              [row blocks, column blocks], at least eps
+    s = 448 / amax              float32, an IEEE division; scale format pow2 clears the mantissa of s
+    code = e4m3(float32(x) * s) [M, K], one byte each; nearest even, saturating
+    scale_inv = 1 / s           [row blocks, column blocks] float32, so that x is about code * scale_inv
 
-Two equal forwards give log-prob differences of exactly zero; a third of the scales one ulp off already gives a k3 of
-1e-2 (measured, SmolLM2-135M). Hence every operation below is exact or IEEE, and the tests compare bits.
+Where there is no quotient: s is 1 for an amax of 0 or infinity, and x's dtype's largest value where float32 overflows.
 
-In the trap `448.0 / amax` PyTorch computes amax.reciprocal() * 448, which is not the IEEE quotient: about a third of
-the scales come out one ulp off. `torch.div` of two tensors is the quotient.
+What surprises:
 
-The reference GEMM multiplies the dequantised codes: the FP8 tensor cores' products are exact too, what differs is the
-order and width of accumulation. Zero padding of tokens or columns changes nothing, zeros never raise an amax.
+* Almost equal is worth nothing. Two equal forwards give log-prob differences of exactly zero; a third of the scales
+  one ulp off already gives a k3 of 1e-2 (measured, SmolLM2-135M). So every operation here is exact or IEEE, and the
+  tests compare bits.
+* ``448.0 / amax`` is a trap: PyTorch computes ``amax.reciprocal() * 448``, and a third of the scales come out one ulp
+  off. ``torch.div`` of two tensors is the quotient.
+* Zero padding of tokens or columns changes nothing: zeros never raise an amax.
 """
 
 from dataclasses import dataclass
@@ -25,10 +29,13 @@ import torch
 
 from verl_fp8.errors import ConfigError, DataError
 from verl_fp8.numerics.blocks import block_max, by_block, decode, scale_, whole_rows
-from verl_fp8.numerics.recipe import SCALE_FORMATS, WHOLE
+from verl_fp8.numerics.recipe import SCALE_FORMATS, WHOLE, Recipe
 
 FP8_DTYPE = torch.float8_e4m3fn
 FP8_MAX = 448.0
+
+# Whoever finds a weight that is not finite says what to do with this sentence.
+FIX_THE_WEIGHTS = "the weights have diverged or were loaded wrongly: check the last optimiser step and the checkpoint"
 
 # Per input dtype: the integer that its bits are viewed as, the mask that drops the sign, the bits of +infinity. Without
 # the sign, bits order as the magnitudes do, infinity above every number and NaN above infinity; integer max is exact
@@ -44,13 +51,13 @@ _CLEAR_MANTISSA = -0x800000  # 0xFF800000 as a signed 32-bit integer
 _ORDINARY = {torch.bfloat16: 0x0555, torch.float16: 1, torch.float32: 0x0554AD2E}
 
 # Elements up to which calls, not arithmetic, take the time on CPUs.
-_FEW = 1 << 18
+FEW = 1 << 18
 
 # Elements handled at once. On CPUs the intermediates of a chunk (12 MiB) stay in the L3 cache and are not paged in anew
 # for each tensor, while each step still is long against an OpenMP barrier; 2^16 to 2^20 measured slower. On
 # accelerators the limit only bounds memory (256 MiB of float32).
-_CHUNK_CPU = 1 << 21
-_CHUNK_ACCELERATOR = 1 << 26
+CHUNK_CPU = 1 << 21
+CHUNK_ACCELERATOR = 1 << 26
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +139,7 @@ def quantize(
     rows, columns = _check(x, block, scale_format)
     height, width = x.shape
     if (
-        0 < x.numel() <= _FEW
+        0 < x.numel() <= FEW
         and x.device.type == "cpu"
         and eps == 0.0
         and amax_bits is None
@@ -178,10 +185,28 @@ def quantize(
     return QuantizedTensor(data, scale_inv, tuple(block))
 
 
+def quantize_weight(w: torch.Tensor, recipe: Recipe, *, amax_bits: torch.Tensor | None = None) -> QuantizedTensor:
+    """A weight [N, K] in ``recipe.weight_block``, as :func:`quantize` does it; a value that is not finite raises."""
+    return quantize(w, recipe.weight_block, scale_format=recipe.scale_format, eps=recipe.eps, amax_bits=amax_bits)
+
+
+def quantize_activation(x: torch.Tensor, recipe: Recipe, block: tuple[int, int] | None = None) -> QuantizedTensor:
+    """An activation or gradient [M, K], as :func:`quantize` does it; infinities and NaN pass.
+
+    Args:
+        x: the matrix.
+        recipe: its scale format and eps.
+        block: ``recipe.activation_block`` if None; ``recipe.gradient_block``, or either turned to lie along the tokens.
+    """
+    block = recipe.activation_block if block is None else block
+    return quantize(x, block, scale_format=recipe.scale_format, eps=recipe.eps, check_finite=False)
+
+
 def _quantize_few(
     x: torch.Tensor, block: tuple[int, int], scale_format: str
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """:func:`quantize`'s (codes, scale_inv) of a decoding step's activations, in half as many calls; None if a block is not ordinary.
+    """:func:`quantize`'s (codes, scale_inv) of a decoding step's activations, in half as many calls; None if a block is
+    not ordinary.
 
     Ordinary: finite, not all 0, and so large that 448 / amax does not overflow.
     """
@@ -237,7 +262,7 @@ def _scale_of(amax: torch.Tensor, x_dtype: torch.dtype, scale_format: str, eps: 
 
 
 def _rows_at_once(x: torch.Tensor, rows: int) -> int:
-    budget = _CHUNK_CPU if x.device.type == "cpu" else _CHUNK_ACCELERATOR
+    budget = CHUNK_CPU if x.device.type == "cpu" else CHUNK_ACCELERATOR
     return rows * max(1, budget // (rows * max(1, x.shape[1])))
 
 
@@ -267,5 +292,5 @@ def _not_finite(x: torch.Tensor) -> DataError:
     return DataError(
         asked=f"quantise a {x.dtype} tensor of shape {tuple(x.shape)} to FP8",
         found=f"{int(bad.sum())} values that are not finite, the first at [{row}, {column}]: {float(x[row, column])}",
-        fix="the weights have diverged or were loaded wrongly: check the last optimiser step and the checkpoint",
+        fix=FIX_THE_WEIGHTS,
     )

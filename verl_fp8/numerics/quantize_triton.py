@@ -1,4 +1,5 @@
-"""The quantiser of :mod:`verl_fp8.numerics.quantize` as Triton kernels, bit for bit, for activations (1xn) and weights (RxC).
+"""The quantiser of :mod:`verl_fp8.numerics.quantize` as Triton kernels, bit for bit, for activations (1xn) and weights
+(RxC).
 
 Imports Triton: import it inside functions, where a GPU is at hand. What makes the bits equal:
 
@@ -7,9 +8,9 @@ Imports Triton: import it inside functions, where a GPU is at hand. What makes t
 * x * s is one float32 product and stays one: nothing is added to it, so nothing can be fused into it;
 * the cast is ``cvt.rn.satfinite.e4m3x2.f32``: nearest even, saturating, NaN -> 0x7F.
 
-tests/numerics/test_quantize_triton.py runs the kernels in Triton's interpreter against quantize.py, and compiles them for sm_90a
-and sm_100a to see that these very instructions come out. The interpreter's own FP8 cast does not round to even, so there
-:func:`_encode` rounds in integers; tests/gpu compares both ways of rounding on the GPU.
+tests/numerics/test_quantize_triton.py runs the kernels in Triton's interpreter against quantize.py, and compiles them
+for sm_90a and sm_100a to see that these very instructions come out. The interpreter's own FP8 cast does not round to
+even, so there :func:`_encode` rounds in integers; tests/gpu compares both ways of rounding on the GPU.
 """
 
 import torch
@@ -149,9 +150,10 @@ def quantize_blocks(
     scale_inv = torch.empty((triton.cdiv(rows, r), triton.cdiv(columns, c)), dtype=torch.float32, device=x.device)
     if x.numel():
         _blocks_kernel[tuple(scale_inv.shape)](
-            _bits(x), data.view(torch.uint8), scale_inv, rows, columns, x.stride(0), eps, torch.finfo(x.dtype).max, R=r, C=c,
-            HEIGHT=triton.next_power_of_2(r), WIDTH=triton.next_power_of_2(c), POW2=scale_format == "pow2",
-            TRANSPOSED=transposed, HARDWARE_CAST=_hardware_cast(x, hardware_cast), num_warps=8,
+            _bits(x), data.view(torch.uint8), scale_inv, rows, columns, x.stride(0), eps,
+            torch.finfo(x.dtype).max, R=r, C=c, HEIGHT=triton.next_power_of_2(r), WIDTH=triton.next_power_of_2(c),
+            POW2=scale_format == "pow2", TRANSPOSED=transposed,
+            HARDWARE_CAST=_hardware_cast(x, hardware_cast), num_warps=8,
         )  # fmt: skip
     if transposed:
         return QuantizedTensor(data, scale_inv.t(), (c, r))

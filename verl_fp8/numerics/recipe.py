@@ -1,7 +1,7 @@
 """How a matrix is quantised: :class:`Recipe`, the arithmetic of one FP8 run.
 
-Frozen and pure: no torch, no verl, no vLLM. The trainer's layers, vLLM's kernels and the weight sync all derive from this
-object, so that there is one owner of the question. Its digest is compared between trainer and rollout.
+Frozen and pure: no torch, no verl, no vLLM. The trainer's layers, vLLM's kernels and the weight sync all derive from
+this object, so that there is one owner of the question. Its digest is compared between trainer and rollout.
 """
 
 import hashlib

@@ -55,7 +55,8 @@ def arguments(a: QuantizedTensor, b: QuantizedTensor) -> dict[str, Any]:
 
 
 def _whole(q: QuantizedTensor, rows: int) -> QuantizedTensor:
-    """The same operand with contiguous codes, its rows padded to a multiple of ``rows`` and its columns to one of 128."""
+    """The same operand with contiguous codes, its rows padded to a multiple of ``rows`` and its columns to one of
+    128."""
     down, right = -q.shape[0] % rows, -q.shape[1] % 128
     if not down and not right:
         return QuantizedTensor(q.data.contiguous(), q.scale_inv, q.block)
@@ -93,7 +94,7 @@ def quantize_rows(x: torch.Tensor, recipe: Recipe) -> QuantizedTensor:
         from verl_fp8.numerics import quantize_triton
 
         return quantize_triton.quantize_rows(x, n, **options)
-    return quantize.quantize(x, (1, n), check_finite=False, **options)
+    return quantize.quantize_activation(x, recipe)
 
 
 def quantize_both(
@@ -110,7 +111,7 @@ def quantize_both(
     return (quantize_rows(x, recipe) if along_rows else None), transposed
 
 
-def quantize_weight(weight: torch.Tensor, recipe: Recipe, *, transposed: bool = False) -> QuantizedTensor:
+def weight_operand(weight: torch.Tensor, recipe: Recipe, *, transposed: bool = False) -> QuantizedTensor:
     """A weight in blocks of 128x128, or the same codes and scales transposed with contiguous codes."""
     options = _options(recipe)
     if weight.is_cuda:

@@ -1,4 +1,5 @@
-"""What the ``fp8`` group sets in vLLM's arguments, computed from the same Recipe and LayerFilter as the trainer's swap."""
+"""What the ``fp8`` group sets in vLLM's arguments, computed from the same Recipe and LayerFilter as the trainer's
+swap."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from verl_fp8.switches.hardware import Hardware, probe, resolve_rollout_kernel
 from verl_fp8.switches.settings import NODE, Fp8Settings
 
 EXTENSION = "verl_fp8.rollout.worker.Fp8WorkerExtension"
-# vLLM's name of our own quantisation method, for scales over whole sides (verl_fp8.rollout.linear_cpu).
+# vLLM's name of our own quantisation method, for per-tensor and per-channel scales (verl_fp8.rollout.linear_cpu).
 METHOD = "verl_fp8"
 
 
@@ -24,9 +25,10 @@ def plain(node: Any) -> Any:
 def fp8_arguments(fp8: Any, model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The user's ``engine_kwargs.vllm`` with ours added.
 
-    ``hf_overrides.quantization_config`` is vLLM's fp8 block format, or our own method's for scales over whole sides, with
-    the exact names of the layers kept in bf16 (absent for ``fp8.mode=bf16``);
-    ``additional_config.verl_fp8`` carries the whole ``fp8`` node to the vLLM workers, whose kernel and handshake read it.
+    ``hf_overrides.quantization_config`` is vLLM's fp8 block format, or our own method's for per-tensor and per-channel
+    scales, with the exact names of the layers kept in bf16 (absent for ``fp8.mode=bf16``);
+    ``additional_config.verl_fp8`` carries the whole ``fp8`` node to the vLLM workers, whose kernel and handshake read
+    it.
 
     Raises:
         ConfigError: the user's own arguments contradict the recipe.

@@ -13,7 +13,8 @@ from verl_fp8.upstream.contract import require
 
 
 class ExactRMSNorm(RMSNorm):
-    """RMSNorm by :func:`verl_fp8.numerics.exact.rms_norm`; the residual sum is rounded before the norm, as Hugging Face rounds it."""
+    """RMSNorm by :func:`verl_fp8.numerics.exact.rms_norm`; the residual sum is rounded before the norm, as Hugging Face
+    rounds it."""
 
     def forward_native(self, x, residual=None):
         if residual is not None:
@@ -54,7 +55,8 @@ class ExactRotaryEmbedding(RotaryEmbedding):
 class ExactAttentionImpl(CPUAttentionBackendImpl):
     """Paged attention by :func:`verl_fp8.numerics.exact.attention` on a cache of plain bf16 keys and values.
 
-    The cache is vLLM's own allocation, [blocks, key heads, block size, 2 * dim], keys in the first half of the last dimension.
+    The cache is vLLM's own allocation, [blocks, key heads, block size, 2 * dim], keys in the first half of the last
+    dimension.
     """
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
@@ -97,7 +99,7 @@ class ExactAttentionBackend(CPUAttentionBackend):
         return ExactAttentionImpl
 
 
-def install() -> None:
+def install_exact() -> None:
     """Register everything above; before the model is built. Idempotent."""
     require("rollout.exact")
     for name, cls in (

@@ -1,15 +1,15 @@
 """vLLM's mixture-of-experts layers on a GPU: their activations quantised by the recipe.
 
 vLLM's fused experts quantise outside ``QuantFP8``, by functions that their modules hold by name and that no registry
-reaches: the tokens before the first product by ``per_token_group_quant_fp8``, what lies between the two products by a kernel
-that fuses activation and quantiser. All of them divide by amax/448, with a floor on amax, and know no scale format but
-DeepGEMM's; with fp32 scales 3e-4 of their codes are not the recipe's. Each is wrapped, in every vLLM process, and acts
-only in one that serves the ``fp8`` node; a fused one becomes the trainer's activation, rounded to the activation's dtype, and
-then the quantiser.
+reaches: the tokens before the first product by ``per_token_group_quant_fp8``, what lies between the two products by a
+kernel that fuses activation and quantiser. All of them divide by amax/448, with a floor on amax, and know no scale
+format but DeepGEMM's; with fp32 scales 3e-4 of their codes are not the recipe's. Each is wrapped, in every vLLM
+process, and acts only in one that serves the ``fp8`` node; a fused one becomes the trainer's activation, rounded to the
+activation's dtype, and then the quantiser.
 
-Two classes of vLLM's experts quantise by these functions only (:data:`COVERED`, what ``moe_backend=triton`` and ``deep_gemm``
-choose); the worker refuses any other before the first weight sync. DeepGEMM's packed UE8M0 kernels (Blackwell) stay, as
-in :mod:`verl_fp8.rollout.linear_gpu`.
+Two classes of vLLM's experts quantise by these functions only (:data:`EXPERTS_WITH_OUR_QUANTISER`, what
+``moe_backend=triton`` and ``deep_gemm`` choose); the worker refuses any other before the first weight sync. DeepGEMM's
+packed UE8M0 kernels (Blackwell) stay, as in :mod:`verl_fp8.rollout.linear_gpu`.
 """
 
 import torch
@@ -21,10 +21,10 @@ from verl_fp8.numerics.recipe import Recipe
 from verl_fp8.rollout.serving import serving
 from verl_fp8.upstream.contract import require
 
-COVERED = ("TritonExperts", "TritonOrDeepGemmExperts")
+EXPERTS_WITH_OUR_QUANTISER = ("TritonExperts", "TritonOrDeepGemmExperts")
 
 
-def install() -> None:
+def install_experts_gpu() -> None:
     """Idempotent: vLLM loads general plugins once a process but may call the function again."""
     require("rollout.experts_gpu")
     from vllm import _custom_ops
@@ -51,10 +51,10 @@ def check_experts(kernel: object, prefix: str) -> None:
         ContractError: names its class.
     """
     found = type(kernel).__name__
-    if found not in COVERED:
+    if found not in EXPERTS_WITH_OUR_QUANTISER:
         raise ContractError(
             f"FP8 experts quantised by the recipe at {prefix}",
-            f"{found}, where verl_fp8 knows the quantisers of {', '.join(COVERED)}",
+            f"{found}, where verl_fp8 knows the quantisers of {', '.join(EXPERTS_WITH_OUR_QUANTISER)}",
             "set actor_rollout_ref.rollout.data_parallel_size=1 (all-to-all kernels), "
             "or keep the experts in bf16: fp8.recipe.exclude=['*.mlp.experts.*']",
         )
@@ -79,7 +79,8 @@ def _group_quant(
     out_q: torch.Tensor | None = None,
     use_ue8m0: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[M, K] -> codes [M, K] and float32 scales [M, K/128] in the layout asked for; floor and format are the recipe's."""
+    """[M, K] -> codes [M, K] and float32 scales [M, K/128] in the layout asked for; floor and format are the
+    recipe's."""
     if group_size != recipe.activation_block[1]:
         raise ContractError(
             f"activations of experts in groups of {recipe.activation_block[1]}",

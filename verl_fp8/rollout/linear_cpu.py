@@ -1,13 +1,13 @@
 """vLLM on CPU: true W8A8 linear layers on our quantiser, and live weights in unquantised layers.
 
 The block kernel goes into vLLM's own kernel table (vllm/model_executor/kernels/linear/__init__.py,
-_POSSIBLE_FP8_BLOCK_KERNELS); ``register_linear_kernel`` there has no block kind. vLLM's only CPU block kernel needs AMX and
-quantises no activations.
+_POSSIBLE_FP8_BLOCK_KERNELS); ``register_linear_kernel`` there has no block kind. vLLM's only CPU block kernel needs AMX
+and quantises no activations.
 
-Weights with one scale a tensor or a channel are a quantisation method of our own, through vLLM's registry: vLLM's method
-for them (fp8.py, process_fp8_weight_tensor_strategy) requantises the parts of a fused layer to their largest scale and
-transposes the codes, so that the rollout would hold other codes than the trainer sent, and no later sync would fit. Here
-each part of a fused layer keeps its own scale.
+Weights with one scale a tensor or a channel are a quantisation method of our own, through vLLM's registry: vLLM's
+method for them (fp8.py, process_fp8_weight_tensor_strategy) requantises the parts of a fused layer to their largest
+scale and transposes the codes, so that the rollout would hold other codes than the trainer sent, and no later sync
+would fit. Here each part of a fused layer keeps its own scale.
 """
 
 import torch
@@ -15,7 +15,7 @@ import wrapt
 
 from verl_fp8.numerics import exact
 from verl_fp8.numerics.linear import gemm
-from verl_fp8.numerics.quantize import QuantizedTensor, quantize
+from verl_fp8.numerics.quantize import QuantizedTensor, quantize_activation
 from verl_fp8.numerics.recipe import Recipe, scales_over
 from verl_fp8.rollout import experts_cpu
 from verl_fp8.rollout.arguments import METHOD
@@ -25,7 +25,7 @@ from verl_fp8.upstream import patched
 from verl_fp8.upstream.contract import require
 
 
-def install() -> None:
+def install_linear_cpu() -> None:
     """Idempotent: vLLM loads general plugins once a process but may call the function again."""
     require("rollout.linear_cpu")
     from vllm.model_executor.kernels import linear
@@ -42,7 +42,7 @@ def install() -> None:
     name = "dispatch_cpu_unquantized_gemm"
     if not isinstance(utils.dispatch_cpu_unquantized_gemm, wrapt.FunctionWrapper) and not patched.carries(utils, name):
         wrapt.wrap_function_wrapper(utils, name, _live_weight)
-    experts_cpu.install()
+    experts_cpu.install_experts_cpu()
 
 
 def _live_weight(wrapped, instance, args, kwargs):
@@ -81,7 +81,8 @@ def w8a8(
     """y = Q(x) @ Q(W).T + bias of one of vLLM's linear layers, by verl_fp8.numerics.quantize.
 
     Args:
-        layer: holds ``weight`` (codes [N, K]), ``weight_scale_inv``, and ``logical_widths``, the rows of its fused parts.
+        layer: holds ``weight`` (codes [N, K]), ``weight_scale_inv``, and ``logical_widths``, the rows of its fused
+            parts.
         x: [..., K]. A whole side of ``recipe.activation_block`` is what this rank has of it: with tensor parallelism a
             row-parallel layer's scale is over its own columns.
         accumulate: see :func:`verl_fp8.numerics.linear.gemm`.
@@ -94,10 +95,7 @@ def w8a8(
         # Once a sync: dequantising on every call costs three times the GEMM. The extension drops it.
         weight = layer.__dict__[DEQUANTIZED] = _dequantized(layer, recipe, accumulate)
     flat = x.reshape(-1, x.shape[-1])
-    quantized = quantize(
-        flat, recipe.activation_block, scale_format=recipe.scale_format, eps=recipe.eps, check_finite=False
-    )
-    y = gemm(quantized, weight, x.dtype, accumulate=accumulate)
+    y = gemm(quantize_activation(flat, recipe), weight, x.dtype, accumulate=accumulate)
     if bias is not None:
         y = y + bias
     return y.reshape(*x.shape[:-1], y.shape[-1])
@@ -154,56 +152,11 @@ def reference_kernel() -> type:
 def reference_config() -> type:
     """The class of ``quant_method: verl_fp8``; built on call, as :func:`reference_kernel`."""
     from vllm.config import get_current_vllm_config
-    from vllm.model_executor.layers.linear import (
-        LinearBase,
-        LinearMethodBase,
-        UnquantizedLinearMethod,
-        register_weight_loader_v2_supported_method,
-    )
+    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
     from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
     from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
-    from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter, PerTensorScaleParameter
 
-    @register_weight_loader_v2_supported_method
-    class ReferenceFp8LinearMethod(LinearMethodBase):
-        """y = Q(x) @ Q(W).T by verl_fp8.numerics.quantize, with one scale a weight tensor or a channel of it."""
-
-        # rollout.fp8_modules knows the layers of the recipe by it.
-        serves_verl_fp8 = True
-
-        def __init__(self, recipe):
-            self.recipe = recipe
-
-        def create_weights(
-            self,
-            layer,
-            input_size_per_partition,
-            output_partition_sizes,
-            input_size,
-            output_size,
-            params_dtype,
-            **extra_weight_attrs,
-        ):
-            loader, rows = extra_weight_attrs["weight_loader"], sum(output_partition_sizes)
-            layer.logical_widths, layer.weight_block_size = output_partition_sizes, list(self.recipe.weight_block)
-            codes = torch.empty(rows, input_size_per_partition, dtype=torch.float8_e4m3fn)
-            layer.register_parameter(
-                "weight", ModelWeightParameter(data=codes, input_dim=1, output_dim=0, weight_loader=loader)
-            )
-            # vLLM builds its models with bfloat16 as the default dtype.
-            if self.recipe.weights == "tensor":
-                scales = torch.ones(len(output_partition_sizes), 1, dtype=torch.float32)
-                scale = PerTensorScaleParameter(data=scales, weight_loader=loader)
-            else:
-                scales = torch.ones(rows, 1, dtype=torch.float32)
-                scale = ChannelQuantScaleParameter(data=scales, output_dim=0, weight_loader=loader)
-            layer.register_parameter("weight_scale_inv", scale)
-
-        def process_weights_after_loading(self, layer):
-            """Nothing: the parameters stay as loaded, so that every sync lands in them."""
-
-        def apply(self, layer, x, bias=None):
-            return w8a8(layer, x, bias, self.recipe, torch.float32)
+    method = reference_method()
 
     class ReferenceFp8Config(QuantizationConfig):
         """Which linear layers of a model are ours: all but ``ignored_layers``."""
@@ -242,6 +195,67 @@ def reference_config() -> type:
                 return None
             if is_layer_skipped(prefix, self.ignored_layers, self.packed_modules_mapping):
                 return UnquantizedLinearMethod()
-            return ReferenceFp8LinearMethod(settings_of(get_current_vllm_config()).recipe)
+            return method(settings_of(get_current_vllm_config()).recipe)
 
     return ReferenceFp8Config
+
+
+def reference_method() -> type:
+    """The class that such a layer is served by; built on call, as :func:`reference_kernel`."""
+    from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
+
+    @register_weight_loader_v2_supported_method
+    class ReferenceFp8LinearMethod(LinearMethodBase):
+        """y = Q(x) @ Q(W).T by verl_fp8.numerics.quantize, with one scale a weight tensor or a channel of it."""
+
+        # rollout.worker.fp8_modules knows the layers of the recipe by it.
+        serves_verl_fp8 = True
+
+        def __init__(self, recipe):
+            self.recipe = recipe
+
+        def create_weights(
+            self,
+            layer,
+            input_size_per_partition,
+            output_partition_sizes,
+            input_size,
+            output_size,
+            params_dtype,
+            **extra_weight_attrs,
+        ):
+            loader = extra_weight_attrs["weight_loader"]
+            _add_parameters(layer, input_size_per_partition, output_partition_sizes, self.recipe, loader)
+
+        def process_weights_after_loading(self, layer):
+            """Nothing: the parameters stay as loaded, so that every sync lands in them."""
+
+        def apply(self, layer, x, bias=None):
+            return w8a8(layer, x, bias, self.recipe, torch.float32)
+
+    return ReferenceFp8LinearMethod
+
+
+def _add_parameters(layer: torch.nn.Module, columns: int, widths: list[int], recipe: Recipe, loader) -> None:
+    """Give one of vLLM's linear layers its codes [sum of widths, columns] and their scales, one a part or a row.
+
+    Args:
+        widths: rows of the layer's fused parts, this rank's.
+        loader: vLLM's loader of the layer's weights.
+    """
+    from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter, PerTensorScaleParameter
+
+    rows = sum(widths)
+    layer.logical_widths, layer.weight_block_size = widths, list(recipe.weight_block)
+    codes = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
+    layer.register_parameter(
+        "weight", ModelWeightParameter(data=codes, input_dim=1, output_dim=0, weight_loader=loader)
+    )
+    # vLLM builds its models with bfloat16 as the default dtype.
+    if recipe.weights == "tensor":
+        scales = torch.ones(len(widths), 1, dtype=torch.float32)
+        scale = PerTensorScaleParameter(data=scales, weight_loader=loader)
+    else:
+        scales = torch.ones(rows, 1, dtype=torch.float32)
+        scale = ChannelQuantScaleParameter(data=scales, output_dim=0, weight_loader=loader)
+    layer.register_parameter("weight_scale_inv", scale)

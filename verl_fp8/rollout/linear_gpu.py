@@ -5,8 +5,8 @@ configuration each of them leaves stock behaviour alone.
 
 * :func:`quantizer`: a replacement of ``QuantFP8``, which quantises the activations of vLLM's FP8 linears, through
   ``CustomOp.register_oot``. Stock vLLM divides by amax/448 where the recipe multiplies by 448/amax, and floors amax.
-* :func:`scaled_mm_kernel`: a block kernel that runs :mod:`verl_fp8.trainer.scaled_mm`, in vLLM's kernel table under the backend
-  name ``torch``. vLLM's own kernel of that name does the same product, but came after 0.24.
+* :func:`scaled_mm_kernel`: a block kernel that runs :mod:`verl_fp8.trainer.scaled_mm`, in vLLM's kernel table under the
+  backend name ``torch``. vLLM's own kernel of that name does the same product, but came after 0.24.
 * :func:`_keep_power_of_two`: DeepGEMM's post-processing requantises every weight for UE8M0 scales
   (quantization/utils/fp8_utils.py, requant_weight_ue8m0_inplace), with a floor of 1e-4 on amax. Weights that already
   have power-of-two scales stay as the trainer sent them.
@@ -29,7 +29,7 @@ _REQUANT = "requant_weight_ue8m0_inplace"
 _MANTISSA = 0x7FFFFF
 
 
-def install() -> None:
+def install_linear_gpu() -> None:
     """Idempotent: vLLM loads general plugins once a process but may call the function again."""
     require("rollout.linear_gpu")
     require("rollout.serving")
@@ -57,7 +57,7 @@ def install() -> None:
         wrapt.wrap_function_wrapper(fp8_utils, _REQUANT, _keep_power_of_two)
     from verl_fp8.rollout import experts_gpu
 
-    experts_gpu.install()
+    experts_gpu.install_experts_gpu()
 
 
 def quantizer() -> type:

@@ -28,8 +28,8 @@ SERVED: set[Fp8Settings] = set()  # of this process; forwards and refits run out
 def serve(settings: Fp8Settings) -> None:
     """Called by the worker before it builds the model: this process runs FP8 layers of these settings.
 
-    Sets the variables of :func:`~verl_fp8.rollout.environment.environment` that are not set, as they are where the driver has no GPU
-    to resolve ``auto`` by; vLLM reads them when it builds the layers.
+    Sets the variables of :func:`~verl_fp8.rollout.environment.environment` that are not set, as they are where the
+    driver has no GPU to resolve ``auto`` by; vLLM reads them when it builds the layers.
 
     Raises:
         ContractError: one of them has another value.

@@ -1,4 +1,20 @@
-"""The vLLM worker's side: loads the trainer's FP8 codes unchanged and proves it (``worker_extension_cls``)."""
+"""The vLLM worker's side of the weight sync: it loads the trainer's FP8 codes unchanged and proves it.
+
+How it works, in ten lines. vLLM fuses, shards and repacks what it loads, so a layer may hold other bytes than the
+trainer sent with every name and shape right (verl #7986). This extension (``worker_extension_cls``) takes each bucket
+of verl's transport, lets vLLM load it, and compares::
+
+    arrived   <layer>.weight           [N, K] float8_e4m3fn      the manifest's checksum says what was sent
+              <layer>.weight_scale_inv [row blocks, column blocks] float32
+    held      qkv_proj, gate_up_proj   the parts of a fused layer end to end, this rank's share of each
+              w13, w2                  [local experts, 2 * width or hidden, ...] of mixture-of-experts layers
+
+:func:`loaded_shard` says which part of which parameter a tensor must be found in; any other byte raises a SyncError.
+
+What surprises: equal bytes do not prove that experts compute with them, so a known input goes through each expert as
+well (:func:`probe_experts`, where the kernel is ours). A layer that keeps dequantised weights from the sync before
+must drop them at the end of this one.
+"""
 
 import torch
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
@@ -29,16 +45,16 @@ def fp8_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
     def ours(method: object) -> bool:
         in_blocks = isinstance(method, (Fp8LinearMethod, Fp8MoEMethod)) and method.block_quant
-        return in_blocks or hasattr(method, "serves_verl_fp8")  # vllm_cpu.reference_config
+        return in_blocks or hasattr(method, "serves_verl_fp8")  # linear_cpu.reference_method
 
     return {
-        module.layer_name if is_experts(module) else name: module
+        module.layer_name if holds_experts(module) else name: module
         for name, module in model.named_modules()
         if ours(getattr(module, "quant_method", None))
     }
 
 
-def is_experts(module: torch.nn.Module) -> bool:
+def holds_experts(module: torch.nn.Module) -> bool:
     """Whether one of :func:`fp8_modules` holds the experts of a layer."""
     return hasattr(module, "w13_weight")
 
@@ -51,13 +67,14 @@ def expert_names(prefix: str, module: torch.nn.Module) -> list[str]:
 
 def _kernel(module: torch.nn.Module) -> object:
     method = module.quant_method
-    return method.moe_kernel.fused_experts if is_experts(module) else getattr(method, "fp8_linear", method)
+    return method.moe_kernel.fused_experts if holds_experts(module) else getattr(method, "fp8_linear", method)
 
 
 def _expert_shard(
     module: torch.nn.Module, suffix: str, full: torch.Tensor, index: int, unit: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """:func:`~verl_fp8.rollout.worker.loaded_shard` for projection ``index % 3`` of expert ``index // 3``; None if it is not here."""
+    """:func:`~verl_fp8.rollout.worker.loaded_shard` for projection ``index % 3`` of expert ``index // 3``; None if it
+    is not here."""
     expert, projection = divmod(index, 3)
     local = module._map_global_expert_id_to_local_expert_id(expert)
     if local < 0:
@@ -132,7 +149,7 @@ class Fp8WorkerExtension(vLLMColocateWorkerExtension):
         if settings is not None and settings.exact:
             from verl_fp8.rollout import exact
 
-            exact.install()
+            exact.install_exact()
         return super().__new__(cls, **kwargs)
 
     def _begin_sync(self) -> None:
@@ -149,14 +166,14 @@ class Fp8WorkerExtension(vLLMColocateWorkerExtension):
             from verl_fp8.rollout import experts_gpu
 
             for prefix, module in self._fp8_modules.items():
-                if is_experts(module):
+                if holds_experts(module):
                     experts_gpu.check_experts(_kernel(module), prefix)
         self._fp8_owner = {
             name: (prefix, index)
             for prefix in self._fp8_modules
             for index, name in enumerate(
                 expert_names(prefix, self._fp8_modules[prefix])
-                if is_experts(self._fp8_modules[prefix])
+                if holds_experts(self._fp8_modules[prefix])
                 else shard_names(model, prefix)
             )
         }
@@ -175,14 +192,15 @@ class Fp8WorkerExtension(vLLMColocateWorkerExtension):
         self._fp8_probes = {}
 
     def update_weights_from_ipc(self, *args, **kwargs):
-        """One weight sync (verl/workers/rollout/vllm_rollout/utils.py); raises instead of leaving a half-loaded model."""
+        """One weight sync (verl/workers/rollout/vllm_rollout/utils.py); raises instead of leaving a half-loaded
+        model."""
         self._begin_sync()
         settings = self._fp8_incoming.settings
         try:
             super().update_weights_from_ipc(*args, **kwargs)
         except Exception:
-            # verl's receiver cleans up in a finally clause that fails in turn ("cannot close exported pointers exist") while
-            # the bucket's tensors are alive in the traceback, and would hide what went wrong.
+            # verl's receiver cleans up in a finally clause that fails in turn ("cannot close exported pointers exist")
+            # while the bucket's tensors are alive in the traceback, and would hide what went wrong.
             if self._fp8_error is not None:
                 raise self._fp8_error from None
             raise
@@ -197,7 +215,8 @@ class Fp8WorkerExtension(vLLMColocateWorkerExtension):
             )
             print(
                 f"FP8 rollout: {layers}, "
-                f"recipe {settings.recipe.digest()} ({settings.recipe.granularity}), layers {digest_of_layers(self._fp8_owner)}, "
+                f"recipe {settings.recipe.digest()} ({settings.recipe.granularity}), "
+                f"layers {digest_of_layers(self._fp8_owner)}, "
                 f"weights as {settings.weight_sync}, all bytes equal to the trainer's"
             )
 
@@ -231,7 +250,8 @@ class Fp8WorkerExtension(vLLMColocateWorkerExtension):
         self._verify(tensors)
 
     def _verify(self, tensors) -> None:
-        """Compare what the modules now hold with what arrived: layouts can be wrong with every name right (verl #7986)."""
+        """Compare what the modules now hold with what arrived: layouts can be wrong with every name right (verl
+        #7986)."""
         tp = (self._fp8_tp_rank(), self.model_runner.vllm_config.parallel_config.tensor_parallel_size)
         for name, tensor in tensors:
             suffix = SCALE_SUFFIX if name.endswith(SCALE_SUFFIX) else WEIGHT_SUFFIX
@@ -240,7 +260,7 @@ class Fp8WorkerExtension(vLLMColocateWorkerExtension):
                 continue
             module = self._fp8_modules[owner[0]]
             unit = (1, 1) if suffix == WEIGHT_SUFFIX else tuple(module.weight_block_size)
-            if is_experts(module):
+            if holds_experts(module):
                 found = _expert_shard(module, suffix, tensor, owner[1], unit)
                 if found is None:  # another rank's expert
                     continue
@@ -256,7 +276,8 @@ class Fp8WorkerExtension(vLLMColocateWorkerExtension):
             if not same:
                 raise SyncError(
                     f"{name} loaded into {owner[0]} unchanged",
-                    f"other values (held {tuple(held.shape)}, sent {tuple(expected.shape)}, TP rank {tp[0]} of {tp[1]})",
+                    f"other values (held {tuple(held.shape)}, sent {tuple(expected.shape)}, "
+                    f"TP rank {tp[0]} of {tp[1]})",
                     "report this with the vLLM version: its weight loader changed",
                 )
 
@@ -281,8 +302,9 @@ def loaded_shard(
         full: the checkpoint tensor [out, in].
         widths: local output sizes of the fused parts, in weights (vLLM's ``logical_widths``).
         index: which part ``full`` is.
-        unit: rows and columns of weights that one element of ``full`` stands for: (1, 1) for codes, the block for scales,
-            where :data:`~verl_fp8.numerics.recipe.WHOLE` is a side of the whole checkpoint tensor: every rank holds its scale.
+        unit: rows and columns of weights that one element of ``full`` stands for: (1, 1) for codes, the block for
+            scales, where :data:`~verl_fp8.numerics.recipe.WHOLE` is a side of the whole checkpoint tensor: every rank
+            holds its scale.
         tp: (rank, size).
     """
     rank, size = tp

@@ -1,5 +1,7 @@
-"""Judging a composed configuration on the driver, before Ray starts: ``run`` asks every rule.
+"""Composing a run on the driver, before Ray starts.
 
-A rule reads, refuses with what was asked, what was found and a fix, and changes nothing; ``fill`` then writes the
-keys that the driver owns. Imports everything below ``hooks``.
+``run`` is the entrance: ``asked`` reads the switches, the rules judge, ``fill`` writes the keys that the driver owns.
+A rule is a function ``(run) -> Iterator[Refusal]`` that reads only; ``refuse`` has the parts it is made of. The rules:
+``groups`` (do the switches act), ``job`` (trainer and rollout), ``correction``, ``megatron``, ``machine``, ``resume``,
+``model`` with ``tensor_parallel``. Imports everything below ``hooks``.
 """

@@ -1,58 +1,53 @@
-"""Every key of the run's configuration that the driver writes after judging it, in one place."""
+"""Every key of the run's configuration that the driver writes, each with its reason. Nothing else here writes to it.
 
-import re
-from collections.abc import Mapping
+Filling is the last of the three steps, after reading and judging. :func:`keys` is pure; :func:`write` is the one place
+that changes the user's configuration. Filling a filled configuration changes nothing.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_fp8.errors import ConfigError
-from verl_fp8.layers.filter import is_router
-from verl_fp8.rules.refuse import get
-from verl_fp8.trainer.megatron_environment import ASKED
+from verl_fp8.rules.asked import ENVIRONMENT, Run
+from verl_fp8.rules.megatron import bf16_keys
+
+_MEGATRON = "actor_rollout_ref.actor.megatron.override_transformer_config"
+
+# Pattern of a path -> why the driver writes it. `verl-fp8 explain` prints the same words.
+REASONS = {
+    f"{_MEGATRON}.*_bf16": "the decoder layers that fp8.recipe.exclude keeps in bf16",
+    f"{ENVIRONMENT}.*": "an exported variable reaches no Ray cluster that is already up",
+}
 
 
-def set_environment(config: DictConfig, variables: dict[str, str | None], asked: str) -> None:
-    """Every Ray worker's, by verl's own key; None: not to be set."""
-    path = "ray_kwargs.ray_init.runtime_env.env_vars"
-    for name, value in variables.items():
-        found = get(config, f"{path}.{name}")
-        if found is not None and str(found) != value:
-            needs = f"{name} unset" if value is None else f"{name}={value}"
-            raise ConfigError(f"{asked}, which needs {needs}", f"{path}.{name}={found}", f"remove {path}.{name}")
-        if value is not None:
-            OmegaConf.update(config, f"{path}.{name}", value, force_add=True)
+@dataclass(frozen=True)
+class FilledKey:
+    """A key that the driver writes."""
+
+    path: str
+    value: Any
+
+    @property
+    def reason(self) -> str:
+        """Why, from :data:`REASONS`."""
+        return next(why for pattern, why in REASONS.items() if fnmatchcase(self.path, pattern))
 
 
-def bf16_layers(layers: int, converted: tuple[str, ...], kept: Mapping[str, str]) -> dict[str, Any]:
-    """TransformerConfig's keys for the decoder layers that ``fp8.recipe.exclude`` keeps in bf16; empty without any.
-
-    Args:
-        layers: of the decoder.
-        converted: names of the FP8 linear layers.
-        kept: name -> reason for the others.
-
-    Raises:
-        ConfigError: not whole layers at the start and the end, which is all that Megatron has keys for.
-    """
-    fp8 = {_layer(name) for name in converted}
-    excluded = {name for name, why in kept.items() if why.startswith("excluded") and not is_router(name)}
-    bf16 = {_layer(name) for name in excluded} - {None}
-    asked = f"fp8.recipe.exclude with {ASKED}"
-    fix = "exclude whole layers at the start or the end, e.g. ['model.layers.0.*'], or use +fp8=unified"
-    if partly := fp8 & bf16:
-        name = min(n for n in excluded if _layer(n) in partly)
-        raise ConfigError(asked, f"{name} in a decoder layer with FP8 ones; Megatron has one precision for each", fix)
-    start = next(i for i in range(layers + 1) if i not in bf16)
-    end = next(i for i in range(layers + 1) if layers - 1 - i not in bf16)
-    if len(bf16) != start + end:
-        inside = min(i for i in bf16 if start <= i < layers - end)
-        raise ConfigError(asked, f"layer {inside} of {layers} in bf16 between FP8 ones", fix)
-    if not bf16:
-        return {}
-    return {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": start, "num_layers_at_end_in_bf16": end}
+def keys(run: Run) -> tuple[FilledKey, ...]:
+    """What the driver writes for a run that no rule refuses; empty without ``fp8``."""
+    if run.fp8 is None:
+        return ()
+    variables = (*run.megatron_variables, *run.vllm_variables)
+    filled = [FilledKey(f"{ENVIRONMENT}.{v.name}", v.value) for v in variables if v.value is not None]
+    if run.fp8.megatron:
+        filled += [FilledKey(f"{_MEGATRON}.{key}", value) for key, value in bf16_keys(run).items()]
+    return tuple(filled)
 
 
-def _layer(name: str) -> int | None:
-    found = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
-    return None if found is None else int(found[1])
+def write(config: DictConfig, filled: Iterable[FilledKey]) -> None:
+    """Write the keys into the configuration, creating the nodes above them."""
+    for key in filled:
+        OmegaConf.update(config, key.path, key.value, force_add=True)

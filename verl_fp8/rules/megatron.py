@@ -11,13 +11,16 @@ tensors of the checkpoint. Both read the same bf16 values, and a block's codes d
 all codes are equal if each 128x128 block of one is a block of the other.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from verl_fp8.errors import ConfigError
+from verl_fp8.layers.filter import is_router
 from verl_fp8.numerics.recipe import GPU_BLOCK
-from verl_fp8.switches.hardware import Hardware, check_gpu, check_megatron_core, check_transformer_engine
-from verl_fp8.switches.settings import Fp8Settings
+from verl_fp8.rules.asked import Run
+from verl_fp8.rules.refuse import Refusal, caught
+from verl_fp8.switches.hardware import check_gpu, check_megatron_core, check_transformer_engine
 from verl_fp8.trainer.megatron_environment import ASKED, SCALES_VARIABLE
 
 ROLES = ("actor", "ref")
@@ -38,134 +41,171 @@ def _path(role: str, key: str) -> str:
     return f"actor_rollout_ref.{role}.megatron.{key}"
 
 
-def check_settings(fp8: Fp8Settings) -> None:
-    """Refuse what Megatron cannot be told.
-
-    Raises:
-        ConfigError: names the key of ``fp8``.
-    """
-    if fp8.exact:
-        fix = "set fp8.exact=false, or use +fp8=unified"
-        raise ConfigError("fp8.exact=true", f"{ASKED}: defined for Hugging Face models", fix)
-    if fp8.backend not in ("auto", "te"):
-        found = f"{ASKED}: Megatron's linears are TransformerEngine's"
-        raise ConfigError(f"fp8.backend={fp8.backend}", found, "set fp8.backend=te")
-    if fp8.lm_head != "model":
-        found = f"{ASKED}: Megatron's output layer computes in bf16"
-        raise ConfigError(f"fp8.lm_head={fp8.lm_head}", found, "set fp8.lm_head=model")
-    if fp8.recipe.weight_block != GPU_BLOCK:
-        raise ConfigError(
-            f"fp8.recipe.weight_block={list(fp8.recipe.weight_block)}",
-            f"{ASKED}: TransformerEngine's blocks are 128x128",
+def settings_are_megatrons(run: Run) -> Iterator[Refusal]:
+    """The keys of ``fp8`` that Megatron cannot be told are at what it does anyway."""
+    fp8, recipe = run.fp8, run.fp8.recipe
+    asked_of_it = (
+        (
+            not fp8.exact,
+            "fp8.exact=true",
+            "defined for Hugging Face models",
+            "set fp8.exact=false, or use +fp8=unified",
+        ),
+        (
+            fp8.backend in ("auto", "te"),
+            f"fp8.backend={fp8.backend}",
+            "Megatron's linears are TransformerEngine's",
+            "set fp8.backend=te",
+        ),
+        (
+            fp8.lm_head == "model",
+            f"fp8.lm_head={fp8.lm_head}",
+            "Megatron's output layer computes in bf16",
+            "set fp8.lm_head=model",
+        ),
+        (
+            recipe.weight_block == GPU_BLOCK,
+            f"fp8.recipe.weight_block={list(recipe.weight_block)}",
+            "TransformerEngine's blocks are 128x128",
             "set fp8.recipe.weight_block=[128,128]",
-        )
-    if fp8.recipe.eps:
-        asked = f"fp8.recipe.eps={fp8.recipe.eps:g}"
-        raise ConfigError(asked, f"{ASKED}: Megatron has no key for it", "set fp8.recipe.eps=0.0")
+        ),
+        (not recipe.eps, f"fp8.recipe.eps={recipe.eps:g}", "Megatron has no key for it", "set fp8.recipe.eps=0.0"),
+    )
+    for holds, asked, why, fix in asked_of_it:
+        if not holds:
+            yield Refusal(asked, f"{ASKED}: {why}", fix)
 
 
-def check_machine(fp8: Fp8Settings, machine: Hardware, device: str | None) -> None:
-    """Refuse a machine that cannot train so, and a driver that cannot tell the scale format.
+# What verl's engine must be told: key -> (value, why). An absent key is at that value.
+_ENGINE = {
+    "use_mbridge": (True, "verl's Megatron engine exports its weights through the bridge"),
+    "vanilla_mbridge": (False, "the layers are compared through Megatron-Bridge"),
+    "use_megatron_fsdp": (False, "its sharded parameters were not tried in FP8"),
+    "dynamic_context_parallel": (False, "verl's engine takes no FP8 with it"),
+    "dtype": ("bfloat16", "the recipe quantises bf16"),
+}
 
-    Args:
-        machine: the driver's.
-        device: ``trainer.device``.
 
-    Raises:
-        ConfigError: what is missing.
-    """
-    if device == "cpu":
-        raise ConfigError(ASKED, "trainer.device=cpu: Megatron trains on GPUs", "use +fp8=unified on CPU")
-    if machine.capability is not None:
-        check_gpu(ASKED, machine)
-        check_transformer_engine(ASKED, machine)
-        check_megatron_core(ASKED, machine)
-    elif fp8.scale_format == "auto":
-        raise ConfigError(
+def engine_trains_so(run: Run) -> Iterator[Refusal]:
+    """Actor and reference (verl's McoreEngineConfig): an engine that trains this recipe, and that the sync can read."""
+    for role in ROLES:
+        node = run.plain(f"{role}.megatron")
+        for key, (value, why) in _ENGINE.items():
+            if node.get(key, value) != value:
+                path = _path(role, key)
+                yield Refusal(ASKED, f"{path}={node[key]}: {why}", f"set {path}={str(value).lower()}")
+        if (node.get("qat") or {}).get("enable"):
+            path = _path(role, "qat.enable")
+            yield Refusal(ASKED, f"{path}=True, another quantiser", f"set {path}=false")
+        yield from _transformer_config(role, node.get("override_transformer_config") or {})
+
+
+def _transformer_config(role: str, overrides: Mapping[str, Any]) -> Iterator[Refusal]:
+    for key, value in TRANSFORMER.items():
+        if overrides.get(key) != value:
+            path = _path(role, f"override_transformer_config.{key}")
+            asked = f"{ASKED}, which sets {path}={value}"
+            yield Refusal(asked, f"{path}={overrides.get(key)}", f"remove the override of {path}")
+    for key, value in overrides.items():
+        known = key in TRANSFORMER or key in _PADDING
+        if not known and ("fp8" in key or "fp4" in key or key in _PRECISION):
+            path = _path(role, f"override_transformer_config.{key}")
+            found = f"{path}={value}, which changes what is computed in FP8"
+            yield Refusal(ASKED, found, f"remove {path}; fp8.* describes the recipe")
+
+
+def optimizer_is_told_the_recipe(run: Run) -> Iterator[Refusal]:
+    """Megatron's distributed optimizer (verl's McoreOptimizerConfig) has the recipe's name."""
+    found = (run.plain("actor.optim").get("override_optimizer_config") or {}).get("fp8_recipe")
+    if found != TRANSFORMER["fp8_recipe"]:
+        path = "actor_rollout_ref.actor.optim.override_optimizer_config.fp8_recipe"
+        asked = f"{ASKED}, which sets {path}=blockwise"
+        yield Refusal(asked, f"{path}={found}", f"remove the override of {path}")
+
+
+def machine_can_train(run: Run) -> Iterator[Refusal]:
+    """GPUs, CUDA, TransformerEngine and Megatron; or, on a driver without a GPU, the scale format they will have."""
+    if not run.fp8.megatron:
+        return
+    if run.on_cpu:
+        yield Refusal(ASKED, "trainer.device=cpu: Megatron trains on GPUs", "use +fp8=unified on CPU")
+    if run.machine.capability is not None:
+        for check in (check_gpu, check_transformer_engine, check_megatron_core):
+            yield from caught(check, ASKED, run.machine)
+    elif run.fp8.scale_format == "auto":
+        yield Refusal(
             f"fp8.recipe.scale_format=auto with {ASKED}",
             f"a driver without a GPU, which has to set {SCALES_VARIABLE} before the workers start",
             "set fp8.recipe.scale_format=fp32 (Hopper) or pow2 (Blackwell)",
         )
 
 
-def check_engine(role: str, node: Mapping[str, Any]) -> None:
-    """Refuse an engine configuration that would train otherwise, or that the weight sync could not read.
-
-    Args:
-        role: ``actor`` or ``ref``.
-        node: verl's McoreEngineConfig, ``actor_rollout_ref.<role>.megatron``, resolved.
-
-    Raises:
-        ConfigError: names the key.
-    """
-    wanted = {
-        "use_mbridge": (True, "verl's Megatron engine exports its weights through the bridge"),
-        "vanilla_mbridge": (False, "the layers are compared through Megatron-Bridge"),
-        "use_megatron_fsdp": (False, "its sharded parameters were not tried in FP8"),
-        "dynamic_context_parallel": (False, "verl's engine takes no FP8 with it"),
-        "dtype": ("bfloat16", "the recipe quantises bf16"),
-    }
-    for key, (value, why) in wanted.items():
-        if node.get(key, value) != value:
-            shown = str(value).lower()
-            raise ConfigError(ASKED, f"{_path(role, key)}={node[key]}: {why}", f"set {_path(role, key)}={shown}")
-    if (node.get("qat") or {}).get("enable"):
-        path = _path(role, "qat.enable")
-        raise ConfigError(ASKED, f"{path}=True, another quantiser", f"set {path}=false")
-    overrides = node.get("override_transformer_config") or {}
-    for key, value in TRANSFORMER.items():
-        if overrides.get(key) != value:
-            path = _path(role, f"override_transformer_config.{key}")
-            fix = f"remove the override of {path}"
-            raise ConfigError(f"{ASKED}, which sets {path}={value}", f"{path}={overrides.get(key)}", fix)
-    for key, value in overrides.items():
-        known = key in TRANSFORMER or key in _PADDING
-        if not known and ("fp8" in key or "fp4" in key or key in _PRECISION):
-            path = _path(role, f"override_transformer_config.{key}")
-            fix = f"remove {path}; fp8.* describes the recipe"
-            raise ConfigError(ASKED, f"{path}={value}, which changes what is computed in FP8", fix)
+def layers_are_megatrons(run: Run) -> Iterator[Refusal]:
+    """Blocks fall on shards, and the layers kept in bf16 are ones that Megatron has keys for."""
+    if not run.fp8.megatron:
+        return
+    layers = run.layers
+    keys = bf16_keys(run)
+    for role in ROLES:
+        node = run.plain(f"{role}.megatron")
+        yield from caught(check_blocks, layers.hf_config, layers.shapes, layers.converted, node)
+        yield from _bf16_layers(role, node, keys, layers.hf_config.num_hidden_layers)
 
 
-def check_optimizer(node: Mapping[str, Any]) -> None:
-    """Refuse an optimizer that was told another recipe.
-
-    Args:
-        node: verl's McoreOptimizerConfig, ``actor_rollout_ref.actor.optim``, resolved.
-
-    Raises:
-        ConfigError: names the key.
-    """
-    found = (node.get("override_optimizer_config") or {}).get("fp8_recipe")
-    if found != TRANSFORMER["fp8_recipe"]:
-        path = "actor_rollout_ref.actor.optim.override_optimizer_config.fp8_recipe"
-        raise ConfigError(f"{ASKED}, which sets {path}=blockwise", f"{path}={found}", f"remove the override of {path}")
-
-
-def check_bf16_layers(role: str, node: Mapping[str, Any], wanted: Mapping[str, Any], layers: int) -> None:
-    """Refuse the user's own bf16 layers where ``fp8.recipe.exclude`` says otherwise (the rollout would not know), and
-    more at one end than a pipeline stage has, which Megatron refuses in its workers.
-
-    Args:
-        role: ``actor`` or ``ref``.
-        node: ``actor_rollout_ref.<role>.megatron``, resolved.
-        wanted: of :func:`bf16_layers`.
-        layers: of the decoder.
-
-    Raises:
-        ConfigError: names the key.
-    """
+def _bf16_layers(role: str, node: Mapping[str, Any], wanted: Mapping[str, Any], layers: int) -> Iterator[Refusal]:
+    """The user's own keys say what ``fp8.recipe.exclude`` says (the rollout knows nothing else), and one end has no
+    more bf16 layers than a pipeline stage, which Megatron would refuse in its workers."""
     overrides = node.get("override_transformer_config") or {}
     for key in ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
         if key in overrides and overrides[key] != wanted.get(key):
             path = _path(role, f"override_transformer_config.{key}")
             asked = f"{ASKED}, whose bf16 layers fp8.recipe.exclude names"
             fix = f"remove {path} and set fp8.recipe.exclude, e.g. ['model.layers.0.*']"
-            raise ConfigError(asked, f"{path}={overrides[key]}", fix)
+            yield Refusal(asked, f"{path}={overrides[key]}", fix)
     path = _path(role, "pipeline_model_parallel_size")
     stage = layers // (node.get("pipeline_model_parallel_size") or 1)
     if max((v for k, v in wanted.items() if k.startswith("num_")), default=0) > stage:
         found = f"more layers at one end than the {stage} of a stage, {path}={node['pipeline_model_parallel_size']}"
-        raise ConfigError(f"fp8.recipe.exclude with {ASKED}", found, f"exclude fewer, or lower {path}")
+        yield Refusal(f"fp8.recipe.exclude with {ASKED}", found, f"exclude fewer, or lower {path}")
+
+
+def bf16_keys(run: Run) -> dict[str, Any]:
+    """:func:`bf16_layers` for the run's model."""
+    return bf16_layers(run.layers.hf_config.num_hidden_layers, run.layers.converted, run.layers.kept)
+
+
+def bf16_layers(layers: int, converted: tuple[str, ...], kept: Mapping[str, str]) -> dict[str, Any]:
+    """TransformerConfig's keys for the decoder layers that ``fp8.recipe.exclude`` keeps in bf16; empty without any.
+
+    Args:
+        layers: of the decoder.
+        converted: names of the FP8 linear layers.
+        kept: name -> reason for the others.
+
+    Raises:
+        ConfigError: not whole layers at the start and the end, which is all that Megatron has keys for.
+    """
+    fp8 = {_layer(name) for name in converted}
+    excluded = {name for name, why in kept.items() if why.startswith("excluded") and not is_router(name)}
+    bf16 = {_layer(name) for name in excluded} - {None}
+    asked = f"fp8.recipe.exclude with {ASKED}"
+    fix = "exclude whole layers at the start or the end, e.g. ['model.layers.0.*'], or use +fp8=unified"
+    if partly := fp8 & bf16:
+        name = min(n for n in excluded if _layer(n) in partly)
+        raise ConfigError(asked, f"{name} in a decoder layer with FP8 ones; Megatron has one precision for each", fix)
+    start = next(i for i in range(layers + 1) if i not in bf16)
+    end = next(i for i in range(layers + 1) if layers - 1 - i not in bf16)
+    if len(bf16) != start + end:
+        inside = min(i for i in bf16 if start <= i < layers - end)
+        raise ConfigError(asked, f"layer {inside} of {layers} in bf16 between FP8 ones", fix)
+    if not bf16:
+        return {}
+    return {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": start, "num_layers_at_end_in_bf16": end}
+
+
+def _layer(name: str) -> int | None:
+    found = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+    return None if found is None else int(found[1])
 
 
 def check_blocks(
@@ -215,3 +255,6 @@ def check_blocks(
                 f"{name} has {size} / {parts} = {size / parts:g}, no multiple of {unit}: blocks would straddle",
                 f"lower {path}" if parts > 1 else "use +fp8=unified for this model",
             )
+
+
+ENGINE = (settings_are_megatrons, engine_trains_so, optimizer_is_told_the_recipe)

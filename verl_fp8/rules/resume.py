@@ -2,11 +2,13 @@
 
 import contextlib
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from verl_fp8.errors import ConfigError
+from verl_fp8.rules.asked import Run
+from verl_fp8.rules.refuse import Refusal, caught
 from verl_fp8.switches.settings import Fp8Settings
 from verl_fp8.trainer.checkpoint import check_files, compare
 
@@ -38,6 +40,11 @@ def resumed(trainer: Mapping[str, Any]) -> Path | None:
             "write the number of the last whole checkpoint into it, or set trainer.resume_mode=resume_path",
         ) from error
     return None if latest is None else Path(latest)
+
+
+def the_checkpoint_goes_on(run: Run) -> Iterator[Refusal]:
+    """A run that resumes has the recipe its checkpoint was trained with, and the checkpoint's files are whole."""
+    yield from caught(check_resume, run.config.trainer, run.fp8, known=run.machine_will_train)
 
 
 def check_resume(trainer: Mapping[str, Any], fp8: Fp8Settings, *, known: bool) -> None:

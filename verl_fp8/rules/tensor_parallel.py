@@ -77,5 +77,6 @@ def _whole(name: str, what: str, size: int, parts: int, unit: int, block: tuple[
         f"{name} has {what} {shard}, no multiple of {unit}, {needs}",
         ("lower actor_rollout_ref.rollout.tensor_model_parallel_size, " if parts > 1 else "")
         + (f"set actor_rollout_ref.rollout.expert_parallel_size={parts}, " if expert and parts > 1 else "")
-        + "set fp8.recipe.weight_block to a divisor (reference backend only), or keep the layer in bf16 with fp8.recipe.exclude",
+        + "set fp8.recipe.weight_block to a divisor (reference backend only), "
+        + "or keep the layer in bf16 with fp8.recipe.exclude",
     )

@@ -1,11 +1,15 @@
-"""What the machine can do, and what follows from it: the one owner of every choice made by ``auto``.
+"""What the machine can do, and what ``auto`` therefore means. Every choice made by ``auto`` is made here.
 
-Facts behind the rules: TransformerEngine's blockwise recipe needs compute capability 9.0 and CUDA 12.9 (its
-pytorch/quantization.py, _compute_fp8_block_scaling_support), and from 10.0 on it is emulated through MXFP8, which takes
-power-of-two scales only (common/transpose/quantize_transpose_vector_blockwise.cu). ``torch.nn.functional.scaled_mm``
-takes 1x128 and 128x128 scales on compute capability 9.x only (ATen/native/cuda/ScaledBlas.cpp, _check_deepseek_support).
+The facts behind the choices:
 
-Pure apart from :func:`probe`; nothing here initialises CUDA.
+* TransformerEngine's blockwise recipe needs compute capability 9.0 and CUDA 12.9 (its pytorch/quantization.py,
+  _compute_fp8_block_scaling_support).
+* From compute capability 10.0 on, TransformerEngine emulates that recipe through MXFP8. MXFP8 takes power-of-two scales
+  only (common/transpose/quantize_transpose_vector_blockwise.cu).
+* ``torch.nn.functional.scaled_mm`` takes 1x128 and 128x128 scales on compute capability 9.x only
+  (ATen/native/cuda/ScaledBlas.cpp, _check_deepseek_support).
+
+Only :func:`probe` looks at the machine; the rest is pure. Nothing here initialises CUDA.
 """
 
 import contextlib
@@ -13,7 +17,6 @@ import contextvars
 import ctypes
 import functools
 import importlib.metadata
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,6 +25,8 @@ from packaging.version import Version
 
 from verl_fp8.errors import ConfigError
 from verl_fp8.numerics.recipe import GPU_BLOCK, SCALE_FORMATS, Recipe
+from verl_fp8.upstream.pins import INSTALL_TRANSFORMER_ENGINE
+from verl_fp8.upstream.platform import cpu_platform
 
 BACKENDS = ("auto", "te", "torch", "reference")
 ROLLOUT_KERNELS = ("auto", "torch", "cutlass", "deep_gemm")
@@ -30,11 +35,10 @@ REFERENCE = "reference"
 _NEEDED = (9, 0)
 _EMULATED = (10, 0)
 _CUDA = (12, 9)
-# tests/trainer/test_te.py runs the backend on the Python of these versions.
+# The versions of TransformerEngine that are taken; tests/trainer/test_te.py runs the backend on the Python of each.
 TRANSFORMER_ENGINE = SpecifierSet(">=2.18,<2.21")
 # tests/trainer/test_engine_megatron.py runs against the Python of the first and the last of these.
 MEGATRON_CORE = SpecifierSet(">=0.16,<0.20")
-_INSTALL_TE = "pip install --no-build-isolation 'transformer-engine[pytorch]==2.20.2'"
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,8 @@ def resolve_scale_format(requested: str, capability: tuple[int, int] | None) -> 
     if requested == "fp32" and emulated:
         raise ConfigError(
             "fp8.recipe.scale_format=fp32",
-            f"a GPU of compute capability {_dotted(capability)}, which runs the blockwise recipe with power-of-two scales only",
+            f"a GPU of compute capability {_dotted(capability)}, "
+            "which runs the blockwise recipe with power-of-two scales only",
             "set fp8.recipe.scale_format=pow2 or auto",
         )
     if requested == "auto":
@@ -108,8 +113,8 @@ def resolve_scale_format(requested: str, capability: tuple[int, int] | None) -> 
 def resolve_backend(requested: str, recipe: Recipe, hardware: Hardware) -> str:
     """Which kernels compute the trainer's FP8 linears: ``te``, ``torch`` or ``reference``.
 
-    ``auto`` is ``te`` on a GPU that can, ``reference`` without a GPU, and never anything slower than was expected: a GPU
-    that cannot, and a missing TransformerEngine, raise.
+    ``auto`` is ``reference`` without a GPU and ``te`` with one. It never falls back to something slower: a GPU that
+    cannot run ``te`` is an error, and so is a missing TransformerEngine.
 
     Raises:
         ConfigError: names what is missing and how to get on.
@@ -180,7 +185,8 @@ def check_gpu(asked: str, hardware: Hardware) -> None:
     if hardware.capability < _NEEDED:
         raise ConfigError(
             asked,
-            f"a GPU of compute capability {_dotted(hardware.capability)}; blockwise FP8 GEMMs need {_dotted(_NEEDED)} (Hopper)",
+            f"a GPU of compute capability {_dotted(hardware.capability)}; "
+            f"blockwise FP8 GEMMs need {_dotted(_NEEDED)} (Hopper)",
             "use a Hopper or Blackwell GPU, or remove +fp8",
         )
     if hardware.cuda is None or hardware.cuda < _CUDA:
@@ -202,23 +208,25 @@ def check_transformer_engine(asked: str, hardware: Hardware, *, otherwise: str =
         ConfigError: which version is there.
     """
     found, supported = hardware.transformer_engine, TRANSFORMER_ENGINE
-    fix = _INSTALL_TE + otherwise
+    fix = INSTALL_TRANSFORMER_ENGINE + otherwise
     if found is None:
         raise ConfigError(asked, "TransformerEngine is not installed", fix)
     if not supported.contains(Version(found).base_version):
         raise ConfigError(f"{asked}, with TransformerEngine{supported}", f"TransformerEngine {found}", fix)
 
 
-def refuse_whole_sides(recipe: Recipe, asked: str) -> None:
-    """No kernel on a GPU serves scales over whole sides here: vLLM's own methods hold other codes than were sent.
+def refuse_coarse_scales(recipe: Recipe, asked: str) -> None:
+    """Refuse one scale a tensor, channel or token on a GPU. There vLLM's own methods hold other codes than were sent.
 
     Raises:
         ConfigError: always.
     """
     raise ConfigError(
         f"{asked} with fp8.recipe.weights={recipe.weights}, fp8.recipe.activations={recipe.activations}",
-        "a GPU, where vLLM requantises the parts of fused layers to one scale: the rollout would not hold the codes it was sent",
-        "set fp8.recipe.weights=block and fp8.recipe.activations=group; other scales run on CPU (VERL_PLATFORM=cpu, trainer.device=cpu)",
+        "a GPU, where vLLM requantises the parts of fused layers to one scale: "
+        "the rollout would not hold the codes it was sent",
+        "set fp8.recipe.weights=block and fp8.recipe.activations=group; "
+        "other scales run on CPU (VERL_PLATFORM=cpu, trainer.device=cpu)",
     )
 
 
@@ -237,7 +245,7 @@ def check_megatron_core(asked: str, hardware: Hardware) -> None:
 
 def _check_recipe(asked: str, recipe: Recipe) -> None:
     if recipe.weights != "block":
-        refuse_whole_sides(recipe, asked)
+        refuse_coarse_scales(recipe, asked)
     if recipe.weight_block != GPU_BLOCK:
         raise ConfigError(
             f"{asked} with fp8.recipe.weight_block={list(recipe.weight_block)}",
@@ -248,8 +256,7 @@ def _check_recipe(asked: str, recipe: Recipe) -> None:
 
 @functools.cache
 def _probe() -> Hardware:
-    # The switch of verl's platforms: with it neither verl nor vLLM looks at a GPU (verl_fp8.cpu.platform, verl_fp8.hooks.vllm_plugin).
-    if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
+    if cpu_platform():
         return Hardware()
     import torch
 

@@ -1,14 +1,14 @@
-"""The two user-facing groups as values: ``fp8`` -> :class:`Fp8Settings`, ``is_correction`` -> :class:`CorrectionSettings`.
+"""The two groups as values: ``fp8`` -> :class:`Fp8Settings`, ``is_correction`` -> :class:`CorrectionSettings`.
 
-Every process parses the same configuration nodes with the same code; an unknown key or a wrong type raises and names the
-key. Knows no verl; what ``auto`` means is decided by :mod:`verl_fp8.switches.hardware`.
+Every process parses the same configuration nodes with the same code. An unknown key or a wrong type raises and names
+the key. Nothing here knows verl. What ``auto`` means is decided in :mod:`verl_fp8.switches.hardware`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from verl_fp8.errors import ConfigError
+from verl_fp8.errors import ConfigError, is_number
 from verl_fp8.layers.filter import LayerFilter
 from verl_fp8.numerics.recipe import ACTIVATIONS, WEIGHTS, Recipe
 from verl_fp8.switches import hardware
@@ -31,12 +31,14 @@ class Fp8Settings:
     Attributes:
         mode: ``unified`` trains and rolls out in FP8; ``unified_megatron`` does so with Megatron instead of FSDP2;
             ``rollout`` trains in bf16 and rolls out in FP8;
-            ``bf16`` has no FP8 layer at all: the output head's precision, the verified sync and the mismatch metrics only.
+            ``bf16`` has no FP8 layer at all: it gives the output head's precision, the verified sync and the mismatch
+            metrics only.
         backend: what computes the trainer's FP8 linears: ``te`` (TransformerEngine), ``torch`` (scaled_mm, Hopper),
             ``reference`` (plain torch on any device), ``auto`` (hardware.resolve_backend).
         rollout_kernel: what computes vLLM's on a GPU: ``torch``, ``cutlass``, ``deep_gemm`` or ``auto``
             (hardware.resolve_rollout_kernel).
-        weight_sync: ``codes`` ships FP8 codes and scales; ``bf16`` ships bf16 and quantises on arrival, with the same quantiser.
+        weight_sync: ``codes`` ships FP8 codes and scales; ``bf16`` ships bf16 and quantises on arrival, with the same
+            quantiser.
         sync_timeout: seconds the trainer waits for the rollout to take one bucket of weights before it gives up.
         exact: make the trainer's forward and the rollout's equal to the bit (verl_fp8.numerics.exact).
         lm_head: ``model`` computes the output head in the model's precision, ``fp32`` in float32, on both sides.
@@ -92,7 +94,7 @@ class Fp8Settings:
         mode = _one_of("fp8.mode", node.get("mode", "unified"), MODES)
         _set_blocks(recipe, mode)
         timeout = node.get("sync_timeout", 60.0)
-        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
+        if not _is_positive(timeout):
             raise ConfigError(
                 f"fp8.sync_timeout={timeout!r}", "not a positive number", "set fp8.sync_timeout to seconds"
             )
@@ -133,8 +135,8 @@ class CorrectionSettings:
 
     Attributes:
         method: one of ``METHODS``.
-        allow_truncated_support: accept top_p, top_k or min_p sampling, whose rollout probabilities are renormalised over a
-            smaller support than the trainer's.
+        allow_truncated_support: accept top_p, top_k or min_p sampling, whose rollout probabilities are renormalised
+            over a smaller support than the trainer's.
         parameters: the method's own keys (``METHOD_KEYS``) that were given. For ``ais`` the fields of
             :class:`verl_fp8.correction.ais.AISConfig`, where delta may be ``auto``.
         scope: AIS: the rows that share one alpha, ``batch`` or ``mini_batch`` (one optimizer step).
@@ -166,13 +168,9 @@ class CorrectionSettings:
             "is_correction", node, {*COMMON_KEYS, *METHOD_KEYS[method], *(AIS_STAGE_KEYS if method == "ais" else ())}
         )
         allow = node.get("allow_truncated_support", False)
-        if not isinstance(allow, bool):
-            raise ConfigError(
-                f"is_correction.allow_truncated_support={allow!r}", "not true or false", "set it to true or false"
-            )
         return cls(
             method=method,
-            allow_truncated_support=allow,
+            allow_truncated_support=_flag("is_correction.allow_truncated_support", allow),
             parameters={key: node[key] for key in METHOD_KEYS[method] if key in node},
             scope=_one_of("is_correction.scope", node.get("scope", "batch"), SCOPES),
             mode=_one_of("is_correction.mode", node.get("mode", "apply"), AIS_MODES),
@@ -213,10 +211,12 @@ def _set_blocks(recipe: dict[str, Any], mode: str) -> None:
     if (weights == "block") != (activations == "group"):
         # One scale of each operand covers the same stretch of K.
         others = "token or tensor" if activations == "group" else "group"
+        other_weights = "block" if weights != "block" else "channel or tensor"
         raise ConfigError(
             asked,
-            "scales that no GEMM combines: of one operand over a stretch of the contracted dimension, of the other over all of it",
-            f"set fp8.recipe.activations={others}, or fp8.recipe.weights={'block' if weights != 'block' else 'channel or tensor'}",
+            "scales that no GEMM combines: of one operand over a stretch of the contracted dimension, "
+            "of the other over all of it",
+            f"set fp8.recipe.activations={others}, or fp8.recipe.weights={other_weights}",
         )
     block = recipe.get("weight_block", (128, 128))
     listed = hasattr(block, "__len__") and not isinstance(block, (str, Mapping))
@@ -270,13 +270,17 @@ def _dump(node: Mapping[str, Any]) -> DumpSettings | None:
 
 
 def _positive(key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+    if not _is_positive(value):
         raise ConfigError(f"{key}={value!r}", "not a positive number", f"set {key} to a positive number")
     return float(value)
 
 
+def _is_positive(value: Any) -> bool:
+    return is_number(value) and 0 < value < float("inf")
+
+
 def _count(key: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not (is_number(value) and isinstance(value, int) and value >= 1):
         raise ConfigError(
             f"{key}={value!r}", "not a whole number of at least 1", f"set {key} to a positive whole number"
         )

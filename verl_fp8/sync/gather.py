@@ -1,8 +1,9 @@
 """From FSDP2's shards to the sync's full tensors: quantised, or cast to bf16, before they are gathered.
 
-Stock verl gathers fp32 masters, four bytes a weight. Here each rank quantises its own part and the codes are gathered, one
-byte a weight. The codes are those of the gathered weight, bit for bit, wherever the shards are cut: a block that lies on
-several ranks has the largest of their maxima, so one exchange of maxima (four bytes a block) gives every rank the scales.
+Stock verl gathers fp32 masters, four bytes a weight. Here each rank quantises its own part and the codes are gathered,
+one byte a weight. The codes are those of the gathered weight, bit for bit, wherever the shards are cut: a block that
+lies on several ranks has the largest of their maxima, so one exchange of maxima (four bytes a block) gives every rank
+the scales.
 
 Which way a tensor goes follows from its name, shape and placement, hence is the same on every rank.
 """
@@ -18,7 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from verl_fp8.errors import DataError
 from verl_fp8.layers.shapes import FUSED, PROJECTIONS
-from verl_fp8.numerics.quantize import QuantizedTensor, amax_bits, quantize, scale_inv_of
+from verl_fp8.numerics.quantize import FIX_THE_WEIGHTS, QuantizedTensor, amax_bits, quantize_weight, scale_inv_of
 from verl_fp8.numerics.recipe import WHOLE
 from verl_fp8.switches.settings import Fp8Settings
 
@@ -74,7 +75,8 @@ def full_weights(
         ):
             yield from _experts(name, local, spec, settings, layers)
         else:
-            # Elementwise, so cast before or after the gathering is the same; the layers among these are quantised after it.
+            # Elementwise, so cast before or after the gathering is the same; the layers among these are quantised after
+            # it.
             yield from unfuse([(name, _full(local, spec))])
 
 
@@ -110,15 +112,13 @@ def _scales(name: str, bits: torch.Tensor, dtype: torch.dtype, settings: Fp8Sett
         raise DataError(
             f"ship {name} as FP8 codes",
             "values that are not finite",
-            "the weights have diverged or were loaded wrongly: check the last optimiser step and the checkpoint",
+            FIX_THE_WEIGHTS,
         )
     return scale_inv
 
 
 def _codes(weight: torch.Tensor, bits: torch.Tensor | None, settings: Fp8Settings) -> torch.Tensor:
-    recipe = settings.recipe
-    q = quantize(weight, recipe.weight_block, scale_format=recipe.scale_format, eps=recipe.eps, amax_bits=bits)
-    return q.data.view(_BYTE)
+    return quantize_weight(weight, settings.recipe, amax_bits=bits).data.view(_BYTE)
 
 
 def _matrix(name: str, local: torch.Tensor, spec: Spec, settings: Fp8Settings) -> QuantizedTensor:

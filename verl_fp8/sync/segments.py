@@ -51,7 +51,8 @@ class Segment(SharedMemory):
             raise SyncError(
                 f"{size >> 20} MiB of shared memory for a weight sync ({BUCKET}, one for each rank of a node)",
                 f"{free.f_bavail * free.f_frsize >> 20} MiB free in {FOLDER} ({error.strerror})",
-                f"lower {BUCKET}, or give {FOLDER} more room (docker run --shm-size); verl-fp8 doctor lists leftovers in it",
+                f"lower {BUCKET}, or give {FOLDER} more room (docker run --shm-size); "
+                "verl-fp8 doctor lists leftovers in it",
             ) from error
 
     def unlink(self) -> None:

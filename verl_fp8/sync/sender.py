@@ -1,7 +1,7 @@
 """The trainer's side of the weight transport: verl's server adapter with a sync that ends when the rollout has failed.
 
-Stock verl waits in ``socket.recv()`` for the acknowledgement of a vLLM worker that may have raised or died; the run then hangs
-for ever (verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py).
+Stock verl waits in ``socket.recv()`` for the acknowledgement of a vLLM worker that may have raised or died; the run
+then hangs for ever (verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py).
 """
 
 import time
@@ -21,7 +21,8 @@ _POLL_MS = 100
 
 
 class WatchedSocket(wrapt.ObjectProxy):
-    """A ZMQ socket whose ``recv`` and ``send_pyobj`` give up when the peer's task has failed, or after a time without answer.
+    """A ZMQ socket whose ``recv`` and ``send_pyobj`` give up when the peer's task has failed, or after a time without
+    answer.
 
     Sending blocks too: a REQ socket waits for a peer to connect.
     """
@@ -92,8 +93,8 @@ class WatchedSender(BucketedWeightSender):
         if not self.use_shm:
             return super()._init_buffer()
         segments.sweep()
-        # verl keeps the segment in a local variable until the receiver has answered: if it never does, the segment stays in
-        # /dev/shm for good. Here it belongs to the sender, and to its cleanup, from the start.
+        # verl keeps the segment in a local variable until the receiver has answered: if it never does, the segment
+        # stays in /dev/shm for good. Here it belongs to the sender, and to its cleanup, from the start.
         self.shm = segments.Segment(self.bucket_size)
         self.buffer = torch.frombuffer(self.shm.buf, dtype=torch.uint8)
         self.socket.send_pyobj({"name": self.shm.name, "size": self.bucket_size})

@@ -1,8 +1,19 @@
-"""The weight sync's contents: what the trainer sends, and how the rollout knows it received and loaded exactly that.
+"""The weight sync's contents: what the trainer sends, and how the rollout knows that it holds exactly that.
 
-The trainer streams ``<layer>.weight`` as FP8 codes followed by ``<layer>.weight_scale_inv``, everything else in bf16, and last
-a manifest: recipe, FP8 layers and a checksum of every tensor. The rollout checks the bytes it received against the manifest,
-its own recipe and layers against the trainer's, and the loaded parameters against the bytes. Any difference raises.
+How it works, in ten lines. After each step vLLM needs the new weights, and a weight that arrives changed, late or in
+the wrong place gives no error: the rollout only samples from another model. So the trainer quantises each weight once
+and sends the codes, and a manifest at the end lets the rollout prove what it received::
+
+    <layer>.weight             [N, K] float8_e4m3fn, of each FP8 layer
+    <layer>.weight_scale_inv   [row blocks, column blocks] float32, right after its codes
+    everything else            bfloat16, as the trainer's forward sees it
+    verl_fp8.manifest          JSON in uint8, last: recipe, digest of the FP8 layers, a checksum of every tensor
+
+:class:`Incoming` compares the bytes with the manifest, and recipe and layers with its own; the worker then compares
+the loaded parameters with the bytes (verl_fp8.rollout.worker). Any difference raises.
+
+What surprises: a sync that merely ends proves nothing, so :meth:`Incoming.finish` wants the manifest. With
+``fp8.weight_sync=bf16`` the weights travel in bf16, and the rollout quantises them by the same function.
 """
 
 import json
@@ -14,7 +25,7 @@ import torch
 
 from verl_fp8.errors import DataError, SyncError
 from verl_fp8.layers.filter import digest_of_layers
-from verl_fp8.numerics.quantize import QuantizedTensor, quantize
+from verl_fp8.numerics.quantize import FIX_THE_WEIGHTS, QuantizedTensor, quantize_weight
 from verl_fp8.switches.settings import Fp8Settings
 from verl_fp8.sync.checksum import checksum
 
@@ -42,14 +53,15 @@ def layer_of(name: str) -> str:
     return name.removesuffix(WEIGHT_SUFFIX)
 
 
-def quantize_weight(weight: torch.Tensor, settings: Fp8Settings):
-    """The weight as the trainer's forward quantises it: from bf16, by the recipe; on a GPU in one pass, to the same bits."""
-    recipe, function = settings.recipe, quantize
-    if weight.is_cuda:
-        from verl_fp8.numerics import quantize_triton
+def codes_of_weight(weight: torch.Tensor, settings: Fp8Settings) -> QuantizedTensor:
+    """The weight as the trainer's forward quantises it, from bf16; Triton does it on a GPU in one pass, to the same
+    bits."""
+    recipe, rounded = settings.recipe, weight.to(torch.bfloat16)
+    if not weight.is_cuda:
+        return quantize_weight(rounded, recipe)
+    from verl_fp8.numerics import quantize_triton
 
-        function = quantize_triton.quantize
-    return function(weight.to(torch.bfloat16), recipe.weight_block, scale_format=recipe.scale_format, eps=recipe.eps)
+    return quantize_triton.quantize(rounded, recipe.weight_block, scale_format=recipe.scale_format, eps=recipe.eps)
 
 
 def outgoing(
@@ -63,8 +75,8 @@ def outgoing(
     """Turn the trainer's full weights into the sync's stream.
 
     Args:
-        weights: (name, tensor) under Hugging Face names, one at a time; parameters may be fp32 masters, FP8 layers may be
-            quantised already (verl_fp8.sync.gather).
+        weights: (name, tensor) under Hugging Face names, one at a time; parameters may be fp32 masters, FP8 layers may
+            be quantised already (verl_fp8.sync.gather).
         settings: recipe and transport.
         fp8_layers: names of the FP8 linear layers.
         skip: names not to send: the tied duplicate of an embedding (vLLM refuses it, verl then hangs).
@@ -96,7 +108,7 @@ def outgoing(
                 yield emit(name, _finite(name, tensor.to(torch.bfloat16)), of_fp8_layer=True)
                 continue
             try:
-                quantized = tensor if isinstance(tensor, QuantizedTensor) else quantize_weight(tensor, settings)
+                quantized = tensor if isinstance(tensor, QuantizedTensor) else codes_of_weight(tensor, settings)
             except DataError as error:
                 raise DataError(f"ship {name} as FP8 codes", error.found, error.fix) from error
             yield emit(name, quantized.data, of_fp8_layer=True)
@@ -129,7 +141,7 @@ def _finite(name: str, tensor: torch.Tensor) -> torch.Tensor:
         raise DataError(
             f"ship {name} in {str(tensor.dtype).removeprefix('torch.')}",
             f"{int(bad.sum())} values that are not finite, of {tensor.numel()}",
-            "the weights have diverged or were loaded wrongly: check the last optimiser step and the checkpoint",
+            FIX_THE_WEIGHTS,
         )
     return tensor
 
@@ -163,7 +175,7 @@ class Incoming:
             layer = layer_of(name)
             is_fp8 = name.endswith(WEIGHT_SUFFIX) and layer in self.fp8_layers
             if is_fp8 and self.settings.weight_sync == "bf16":
-                quantized = quantize_weight(tensor, self.settings)
+                quantized = codes_of_weight(tensor, self.settings)
                 load += [(name, quantized.data), (layer + SCALE_SUFFIX, quantized.scale_inv)]
             elif is_fp8 != (tensor.dtype == torch.float8_e4m3fn):
                 raise SyncError(

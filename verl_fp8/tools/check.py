@@ -1,8 +1,8 @@
-"""``verl-fp8 check <verl overrides>``: compose and validate as ``python -m verl.trainer.main_ppo <verl overrides>`` would.
+"""``verl-fp8 check <verl overrides>``: compose and validate as ``python -m verl.trainer.main_ppo`` would with them.
 
-Judged for this machine, or for another one: ``verl-fp8 check --capability 9.0 <verl overrides>``. That machine has one GPU
-model of this compute capability, CUDA 13.0, TransformerEngine 2.20.2 and megatron-core 0.19.2; ``--cuda 12.8``,
-``--transformer-engine none`` and ``--megatron-core none`` (or a version) say otherwise.
+The run is judged for this machine, or for another one: ``verl-fp8 check --capability 9.0 <verl overrides>``. That
+machine has GPUs of this compute capability, CUDA 13.0, TransformerEngine 2.20.2 and megatron-core 0.19.2.
+``--cuda 12.8``, ``--transformer-engine none`` and ``--megatron-core none`` (or a version) say otherwise.
 """
 
 import contextlib

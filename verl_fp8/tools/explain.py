@@ -1,8 +1,8 @@
 """``verl-fp8 explain [--shell | --json] <verl overrides>``: the raw settings that the switches expand to.
 
-Nothing here is a list of what the groups set: the command line is composed with and without the switches, vLLM's
-arguments are computed for both, and the two are compared. Only the reasons are written down (:data:`REASONS`), and a
-test asks that every difference has one. As ``check``, it takes ``--capability 9.0`` first, for another machine.
+No list here says what the groups set. The command line is composed with the switches and without them, vLLM's
+arguments are computed for both, and the two results are compared. Only the reasons are written down (:data:`REASONS`); a
+test asks that every difference has one. ``--capability 9.0`` explains for another machine, as it does for ``check``.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_fp8.rules import fill
 from verl_fp8.rules.groups import GROUPS
 from verl_fp8.switches.hardware import assume
 from verl_fp8.tools.overrides import compose, machine, root_cause, validate
@@ -38,8 +39,9 @@ REASONS: dict[str, str] = {
     "actor_rollout_ref.*.megatron.fp8": "the one fp8 node, as actor and reference policy read it",
     "actor_rollout_ref.ref.megatron.override_transformer_config": "the actor's, by verl's own interpolation",
     "actor_rollout_ref.*.override_transformer_config.fp8_param": "parameters stay bf16, which both sides quantise",
-    "actor_rollout_ref.*.override_transformer_config.fp8*": "Megatron enters TransformerEngine's autocast in each decoder layer",
-    "actor_rollout_ref.*.override_transformer_config.*_bf16": "the decoder layers that fp8.recipe.exclude keeps in bf16",
+    "actor_rollout_ref.*.override_transformer_config.fp8*": (
+        "Megatron enters TransformerEngine's autocast in each decoder layer"
+    ),
     "actor_rollout_ref.actor.optim.override_optimizer_config.fp8_recipe": "the distributed optimizer is told the recipe",
     "actor_rollout_ref.rollout._target_": "computes vLLM's arguments from the same recipe and list of layers",
     "actor_rollout_ref.*._target_": "checks the whole configuration on the driver; chooses an FP8 actor's engine",
@@ -56,7 +58,7 @@ REASONS: dict[str, str] = {
     f"{_VLLM}.linear_backend": "fp8.rollout_kernel: vLLM would choose a kernel by shape, each with numerics of its own",
     f"{_VLLM}.moe_backend": "fp8.rollout_kernel, for experts",
     f"{_VLLM}.compilation_config.pass_config.*": "off: fusion would quantise before the rounding to bf16",
-    "ray_kwargs.ray_init.runtime_env.env_vars.*": "an exported variable reaches no Ray cluster that is already up",
+    **fill.REASONS,
     "algorithm.rollout_correction.*": "verl's own correction, as the method's preset has it",
     "te.*": "TransformerEngine's Float8BlockScaling, set on the instance: its defaults come from environment variables",
 }
@@ -97,14 +99,14 @@ class Setting:
 
 
 def without_switches(overrides: list[str]) -> list[str]:
-    """The command line without the switches and their values; a recipe's own choice is undone by Hydra's ``~group``."""
+    """The command line without the switches and their values. ``~group`` undoes a switch that a recipe has chosen."""
     rest = [o for o in overrides if not _SWITCH.match(o)]
     chosen = compose(rest)
     return rest + [f"~{group}" for group in GROUPS if group in chosen]
 
 
 def explain(overrides: list[str]) -> list[Setting]:
-    """Every difference, in the order of verl's configuration.
+    """Every difference that the switches make, in the order of verl's configuration.
 
     Args:
         overrides: what follows ``python -m verl.trainer.main_ppo``.
@@ -171,9 +173,10 @@ def _leaves(node: Mapping, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def shell(settings: list[Setting]) -> str:
-    """Hydra overrides that set the same by hand, one a line, in two parts: what stock verl understands, and the rest.
+    """A bash fragment of Hydra overrides, one a line, that set by hand what the switches set.
 
-    The first part alone runs on verl without this package; both together compose what the switches compose.
+    It holds two arrays. ``STOCK`` alone runs on verl without this package. Together with ``VERL_FP8`` it composes what
+    the switches compose.
     """
     stock = [s for s in settings if s.owner in ("verl", "vllm") and s.new != ABSENT]
     ours = [s for s in settings if s.owner == "verl_fp8" and not s.computed]
@@ -219,7 +222,7 @@ def hydra_value(value: Any) -> str:
 
 
 def explain_command(arguments: list[str]) -> int:
-    """Exit 0 and a list, a fragment or JSON; exit 2 and one sentence on stderr."""
+    """Print a list, ``--shell`` or ``--json``; exit code 0, or 2 and one sentence on stderr if the run is refused."""
     forms = {"--shell", "--json"} & set(arguments)
     try:
         assumed, overrides = machine([a for a in arguments if a not in forms])

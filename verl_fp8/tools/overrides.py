@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 
 from verl_fp8.errors import ConfigError, Fp8Error
 from verl_fp8.switches.hardware import Hardware
+from verl_fp8.upstream import pins
 
 # Composing must leave nothing behind: no run folder, no log file.
 _QUIET = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=disabled", "hydra/hydra_logging=disabled"]
@@ -72,7 +73,8 @@ def validate(config: DictConfig):
 
     from verl_fp8.rules.run import validate_run
 
-    # The group silently absent leaves a string where no class of ours would ever look.
+    # First, for a group that Hydra took as a plain string: verl's own checks would stumble over what is missing then.
+    # verl's validate_config asks again below and is answered from this judgement.
     summary = validate_run(config)
     auto_set_device(config)
     with contextlib.redirect_stdout(io.StringIO()):
@@ -110,7 +112,8 @@ def machine(overrides: list[str]) -> tuple[Hardware | None, list[str]]:
         raise ConfigError(
             " ".join(options), "no --capability beside it", "give --capability 9.0 (Hopper) or 10.0 (Blackwell)"
         )
-    te, megatron = options.get("--transformer-engine", "2.20.2"), options.get("--megatron-core", "0.19.2")
+    te = options.get("--transformer-engine", pins.TRANSFORMER_ENGINE)
+    megatron = options.get("--megatron-core", "0.19.2")
     return Hardware(
         capability=_version("--capability", options["--capability"]),
         cuda=_version("--cuda", options.get("--cuda", "13.0")),
@@ -126,8 +129,8 @@ def _version(option: str, text: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def output_options(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
-    """({"json": file, "html": file}, the rest): options of ours, wherever they stand among verl's overrides.
+def take_output_options(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Take ``--json FILE`` and ``--html FILE`` out of verl's overrides: ({"json": file, "html": file}, the rest).
 
     Raises:
         SystemExit: an option without a value.
@@ -146,8 +149,8 @@ def output_options(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
     return found, rest
 
 
-def write(outputs: dict[str, str], found: dict[str, Any], page) -> None:
-    """Write the files asked for."""
+def write_outputs(outputs: dict[str, str], found: dict[str, Any], page) -> None:
+    """Write the files that were asked for: ``found`` as JSON, ``page(found)`` as HTML."""
     if "json" in outputs:
         Path(outputs["json"]).write_text(json.dumps(found, indent=1) + "\n")
     if "html" in outputs:

@@ -1,7 +1,8 @@
-"""What a checkpoint was trained with, kept beside verl's own files, and whether those files are whole.
+"""The recipe a checkpoint was trained with, kept beside verl's files, and the check that those files are whole.
 
-The rule of a resume: the recipe that trained it goes on, or nothing does. ``scale_format=auto`` is stored as what it
-resolved to, so that another GPU generation, on which it resolves otherwise, is another recipe.
+A resume with another recipe would train on without a word. So the engine writes ``fp8_recipe.json`` into each
+checkpoint, and a resume compares it with the run: the recipe is the same, or the run ends. The file holds what
+``scale_format=auto`` resolved to. Another generation of GPUs may resolve it otherwise, and that is another recipe.
 """
 
 import json
@@ -51,10 +52,14 @@ def compare(folder: Path, now: dict[str, Any]) -> None:
     else:
         before, after = saved["recipe"], now["recipe"]
         different = [k for k in {**before, **after} if before.get(k) != after.get(k)]
-        found = f"the checkpoint was trained with {'; '.join(f'{k}={before.get(k)!r}, now {after.get(k)!r}' for k in different)}"
+        changes = "; ".join(f"{k}={before.get(k)!r}, now {after.get(k)!r}" for k in different)
+        found = f"the checkpoint was trained with {changes}"
         if different == ["scale_format"]:
             # What auto resolves to on another GPU generation.
-            fix = f"set fp8.recipe.scale_format={before['scale_format']} (fp32 needs a GPU older than compute capability 10.0)"
+            fix = (
+                f"set fp8.recipe.scale_format={before['scale_format']} "
+                "(fp32 needs a GPU older than compute capability 10.0)"
+            )
     raise ConfigError(
         f"resume from {folder.parent.name} with the recipe it was trained with",
         found,

@@ -1,7 +1,8 @@
-"""Swapping a model's linear layers for FP8 ones, and the reference FP8 layer.
+"""Swapping a model's linear layers for FP8 ones, by one of three backends.
 
-``convert_linears(module, recipe, layer_filter, backend)`` is the one entry. The reference backend computes with
-:mod:`verl_fp8.numerics.quantize` on any device; it defines what the other backends must reproduce.
+:func:`convert_linears` is the one entry: a filter chooses the layers, a :class:`Backend` replaces each of them.
+``reference`` computes in plain torch on any device, and the other two must give its results. ``te`` and ``torch``
+want libraries that a CPU does not have, so their modules are imported when their first layer is converted.
 """
 
 import importlib
@@ -12,35 +13,50 @@ from dataclasses import dataclass
 from torch import nn
 
 from verl_fp8.errors import ConfigError
-from verl_fp8.layers import shapes
 from verl_fp8.layers.filter import LayerFilter
-from verl_fp8.layers.shapes import linear_shapes, not_plain
+from verl_fp8.layers.shapes import is_experts, linear_shapes, not_plain
 from verl_fp8.numerics.recipe import Recipe
 from verl_fp8.trainer import experts
 from verl_fp8.trainer.reference import to_reference
 
-to_reference.experts = experts.to_reference
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """What computes FP8 layers.
+
+    Attributes:
+        name: the value of ``fp8.backend``.
+        linear: (a plain ``nn.Linear``, recipe) -> the layer that takes its place: the same object, or a new one that
+            shares its Parameter objects.
+        experts: (fused experts, recipe) -> None; converts them in place.
+        multiple: its kernels take (out, in) that are multiples of these; see LayerFilter.reason.
+    """
+
+    name: str
+    linear: Callable[[nn.Linear, Recipe], nn.Module]
+    experts: Callable[[nn.Module, Recipe], None]
+    multiple: tuple[int, int] = (1, 1)
 
 
-# Name -> (linear, recipe) -> its replacement, the same object or a new one that shares the Parameter objects. A backend
-# whose kernels need (out, in) to be multiples of something says so in an attribute `multiple`, see LayerFilter.reason; its
-# attribute `experts`, (experts module, recipe) -> None, converts fused experts.
-# Imported at first use: their modules want TransformerEngine, or Triton.
-def _at_first_use(module: str, function: str, multiple: tuple[int, int]) -> Callable[[nn.Linear, Recipe], nn.Module]:
-    def convert(linear: nn.Linear, recipe: Recipe) -> nn.Module:
-        return getattr(importlib.import_module(module), function)(linear, recipe)
+def _at_first_use(name: str, module: str, function: str, multiple: tuple[int, int]) -> Backend:
+    """A backend whose module is imported with its first layer: it wants TransformerEngine, or Triton."""
+
+    def linear(plain: nn.Linear, recipe: Recipe) -> nn.Module:
+        return getattr(importlib.import_module(module), function)(plain, recipe)
 
     def convert_experts(fused: nn.Module, recipe: Recipe) -> None:
         importlib.import_module(module).to_experts(fused, recipe)
 
-    convert.multiple, convert.experts = multiple, convert_experts
-    return convert
+    return Backend(name=name, linear=linear, experts=convert_experts, multiple=multiple)
 
 
-BACKENDS: dict[str, Callable[[nn.Linear, Recipe], nn.Module]] = {
-    "reference": to_reference,
-    "te": _at_first_use("verl_fp8.trainer.te", "to_te", (16, 16)),
-    "torch": _at_first_use("verl_fp8.trainer.scaled_mm", "to_scaled_mm", (1, 1)),
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend
+    for backend in (
+        Backend(name="reference", linear=to_reference, experts=experts.to_reference),
+        _at_first_use("te", "verl_fp8.trainer.te", "to_te", (16, 16)),
+        _at_first_use("torch", "verl_fp8.trainer.scaled_mm", "to_scaled_mm", (1, 1)),
+    )
 }
 
 
@@ -71,7 +87,7 @@ def convert_linears(
     recipe: Recipe,
     layer_filter: LayerFilter,
     backend: str = "reference",
-    backends: Mapping[str, Callable[[nn.Linear, Recipe], nn.Module]] = BACKENDS,
+    backends: Mapping[str, Backend] = BACKENDS,
 ) -> ConversionReport:
     """Swap every linear layer below ``module`` that the filter lets through, in place; works on the meta device.
 
@@ -83,7 +99,7 @@ def convert_linears(
         recipe: the arithmetic.
         layer_filter: which layers.
         backend: a key of ``backends``.
-        backends: the registry.
+        backends: name -> backend.
 
     Raises:
         ConfigError: an unknown backend, a PEFT adapter in the model, a filter that does not fit it, or no layer to
@@ -91,26 +107,24 @@ def convert_linears(
     """
     if backend not in backends:
         raise ConfigError(f"fp8.backend={backend!r}", "no such backend", f"set it to one of {sorted(backends)}")
-    convert = backends[backend]
+    chosen = backends[backend]
     # Under every name: a module used twice must be replaced in both places.
     modules = dict(module.named_modules(remove_duplicate=False))
     _refuse_peft(modules)
     linears = {name: m for name, m in modules.items() if name and isinstance(m, nn.Linear)}
-    shapes = linear_shapes(module)
-    converted, skipped = layer_filter.split(
-        shapes, multiple=getattr(convert, "multiple", (1, 1)), kept=not_plain(linears, modules)
-    )
-    report = ConversionReport(converted, skipped, len(shapes))
+    found = linear_shapes(module)
+    converted, skipped = layer_filter.split(found, multiple=chosen.multiple, kept=not_plain(linears, modules))
+    report = ConversionReport(converted, skipped, len(found))
     if not converted:
         raise ConfigError(
             asked="train linear layers in FP8 (fp8.backend, fp8.recipe)",
             found=f"nothing to convert in {type(module).__name__}: {report.summary()}",
             fix="loosen fp8.recipe.exclude, or switch FP8 off for this model",
         )
-    _convert_experts(modules, converted, recipe, convert)
+    _convert_experts(modules, converted, recipe, chosen)
     dense = [name for name in converted if name in linears]
     for original in {id(linears[name]): linears[name] for name in dense}.values():
-        replacement = convert(original, recipe)
+        replacement = chosen.linear(original, recipe)
         replacement.qualified_name = next(name for name in dense if linears[name] is original)
         if replacement is original:
             continue
@@ -121,12 +135,12 @@ def convert_linears(
 
 
 def _convert_experts(
-    modules: Mapping[str, nn.Module], converted: tuple[str, ...], recipe: Recipe, convert: Callable
+    modules: Mapping[str, nn.Module], converted: tuple[str, ...], recipe: Recipe, backend: Backend
 ) -> None:
     chosen = {name.partition(".experts.")[0] + ".experts" for name in converted if ".experts." in name}
     for name, m in modules.items():
-        if name in chosen and shapes.is_experts(m):
-            convert.experts(m, recipe)
+        if name in chosen and is_experts(m):
+            backend.experts(m, recipe)
 
 
 def _refuse_peft(modules: Mapping[str, nn.Module]) -> None:

@@ -1,6 +1,21 @@
-"""verl's FSDP2 engine with FP8 linear layers and an FP8 weight sync, registered under its own backend name.
+"""verl's FSDP2 engine with FP8 linear layers and an FP8 weight sync, under a backend name of its own.
 
-The weight sync's side (:class:`Fp8SyncMixin`) is any engine's; verl_fp8.trainer.engine_megatron puts it over verl's Megatron engine.
+How it works, in ten lines. verl builds a Hugging Face model in fp32, shards it by FSDP2, trains it in bf16, and sends
+its weights to vLLM. Four moments of that are ours:
+
+* build: :func:`prepare_module` swaps the linear layers before FSDP2 shards them; parameters and keys stay::
+
+      weight    [N, K] fp32 master, sharded; gathered by FSDP2 in bf16, quantised in each forward
+      x, y      [..., K] and [..., N] bfloat16
+
+* sync: each rank quantises its shard and the codes are gathered, a byte a weight (verl_fp8.sync.gather);
+* metrics: the figures of a sync travel with the next batch, as ``fp8/*``;
+* checkpoint: the recipe is written beside verl's files, and another recipe refuses to resume.
+
+What surprises: with ``fp8.mode=rollout`` nothing is FP8 here, and the model is converted all the same, to a backend
+that changes nothing, since the sync needs the list of layers. verl's FSDP code branches on its own strategy names, so
+the engine calls itself ``fsdp2``. :class:`Fp8SyncMixin` is any engine's part; verl_fp8.trainer.engine_megatron puts it
+over verl's Megatron engine.
 """
 
 import functools
@@ -21,15 +36,11 @@ from verl_fp8.switches.settings import BACKEND, Fp8Settings
 from verl_fp8.sync.gather import full_weights
 from verl_fp8.sync.stream import SyncStats, outgoing
 from verl_fp8.trainer import checkpoint
-from verl_fp8.trainer.convert import ConversionReport, convert_linears
+from verl_fp8.trainer.convert import Backend, ConversionReport, convert_linears
 from verl_fp8.trainer.exact import make_exact, make_fp32_head, match_log_softmax
 
-
-def _unchanged(linear: torch.nn.Linear, recipe) -> torch.nn.Linear:
-    return linear
-
-
-_unchanged.experts = _unchanged
+# The trainer of fp8.mode=rollout: every layer the filter lets through is named, and stays in bf16.
+UNCHANGED = Backend(name="bf16", linear=lambda linear, recipe: linear, experts=lambda experts, recipe: None)
 
 
 def prepare_module(module: torch.nn.Module, fp8: Fp8Settings) -> tuple[ConversionReport, str]:
@@ -54,7 +65,7 @@ def prepare_module(module: torch.nn.Module, fp8: Fp8Settings) -> tuple[Conversio
         report = convert_linears(module, fp8.recipe, fp8.layers, backend=backend)
     else:
         # The trainer stays in bf16; the sync needs the same list of layers.
-        report = convert_linears(module, fp8.recipe, fp8.layers, "bf16", {"bf16": _unchanged})
+        report = convert_linears(module, fp8.recipe, fp8.layers, UNCHANGED.name, {UNCHANGED.name: UNCHANGED})
     if fp8.exact:
         make_exact(module)
     elif fp8.lm_head == "fp32":
@@ -150,9 +161,10 @@ class Fp8EngineMixin(Fp8SyncMixin):
         if self.rank == 0:
             role = "reference policy" if self.engine_config.forward_only else "actor"
             if role == "actor" and any(".experts." in name for name in report.converted):
-                # They travel with rollout.enable_rollout_routing_replay only, and end at verl's Megatron and VeOmni engines.
+                # They travel with rollout.enable_rollout_routing_replay only, to verl's Megatron and VeOmni engines.
                 print(
-                    "fp8/router_agreement is not measured: verl hands the rollout's choices of experts to no FSDP engine",
+                    "fp8/router_agreement is not measured: "
+                    "verl hands the rollout's choices of experts to no FSDP engine",
                     flush=True,
                 )
             if self.fp8.mode == "unified":
@@ -168,7 +180,8 @@ class Fp8EngineMixin(Fp8SyncMixin):
         return module
 
     def get_per_tensor_param(self, layered_summon=False, base_sync_done=False, **kwargs):
-        """As :class:`Fp8SyncMixin`'s, from the shards and their ShardSpec: quantised before they are gathered (verl_fp8.sync.gather)."""
+        """As :class:`Fp8SyncMixin`'s, from the shards and their ShardSpec: quantised before they are gathered
+        (verl_fp8.sync.gather)."""
         if hasattr(self.module, "peft_config"):
             raise _no_lora()
         shards, _ = self.get_per_tensor_param_shard()
@@ -178,7 +191,8 @@ class Fp8EngineMixin(Fp8SyncMixin):
         return self._counted(full_weights(shards, self.fp8, self._fp8_layers, unfuse, skip=self._tied())), None
 
     def _logprobs_from_logits(self, **kwargs):
-        """Called by a verl whose source asks the engine (patches/0003); elsewhere exact_hf.match_log_softmax does it."""
+        """Called by a verl whose source asks the engine (patches/0003); elsewhere verl_fp8.trainer.exact does
+        it."""
         if self.fp8.exact:
             return exact.log_probs(kwargs["logits"], kwargs["labels"])
         return super()._logprobs_from_logits(**kwargs)

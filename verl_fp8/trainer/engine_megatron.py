@@ -2,13 +2,13 @@
 
 Megatron itself trains in FP8 once its configuration says so (conf/fp8/unified_megatron.yaml). What is added: proof that
 it does, or an error. After the model is built, the recipe as Megatron builds it is compared with ours, and the layers
-that TransformerEngine computes with the layers of the filter, name by name. After the first batch each of them must have
-run in FP8 by that recipe.
+that TransformerEngine computes with the layers of the filter, name by name. After the first batch each of them must
+have run in FP8 by that recipe.
 
-The weight sync quantises what Megatron-Bridge exports: the bf16 parameters, which TransformerEngine quantises in its next
-forward (anew in the first micro-batch of every batch). The codes are the same, since blocks fall on shards
-(verl_fp8.rules.megatron.check_blocks). Optimizer state and fp32 main parameters play no part: Megatron rounds them to these
-bf16 parameters at the end of each step.
+The weight sync quantises what Megatron-Bridge exports: the bf16 parameters, which TransformerEngine quantises in its
+next forward (anew in the first micro-batch of every batch). The codes are the same, since blocks fall on shards
+(verl_fp8.rules.megatron.check_blocks). Optimizer state and fp32 main parameters play no part: Megatron rounds them to
+these bf16 parameters at the end of each step.
 """
 
 import re

@@ -8,6 +8,7 @@ from torch import nn
 
 from verl_fp8.errors import ConfigError
 from verl_fp8.numerics import exact
+from verl_fp8.numerics.linear import autocast_input
 from verl_fp8.trainer.reference import ReferenceFp8Linear
 from verl_fp8.upstream import patched
 
@@ -41,14 +42,13 @@ class ExactSiLU(nn.Module):
 
 
 class ExactDense(nn.Linear):
-    """A high-precision linear layer by :func:`verl_fp8.numerics.exact.dense`; ``out_dtype`` None keeps the input's dtype."""
+    """A high-precision linear layer by :func:`verl_fp8.numerics.exact.dense`; ``out_dtype`` None keeps the input's
+    dtype."""
 
     out_dtype: torch.dtype | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        kind = x.device.type
-        if torch.is_autocast_enabled(kind):
-            x = x.to(torch.get_autocast_dtype(kind))
+        x = autocast_input(x)
         weight, out_dtype = self.weight.to(x.dtype), self.out_dtype or x.dtype
         y = exact.with_ordinary_backward(
             lambda a, w: exact.dense(a, w, None, out_dtype),
@@ -129,7 +129,8 @@ def _register_attention() -> None:
 def make_exact(model: nn.Module) -> None:
     """Swap norms, activation, rotary tables, attention, lm_head and the remaining linears of a causal LM, in place.
 
-    Parameters and state-dict keys stay. FP8 layers must have been swapped before; they accumulate in float64 from then on.
+    Parameters and state-dict keys stay. FP8 layers must have been swapped before; they accumulate in float64 from then
+    on.
 
     Raises:
         ConfigError: the model is not one of the defined architectures.
@@ -138,7 +139,7 @@ def make_exact(model: nn.Module) -> None:
     _register_attention()
     model.set_attn_implementation(ATTENTION)
     head = model.get_output_embeddings()
-    for name, module in list(model.named_modules()):
+    for module in list(model.modules()):
         kind = type(module).__name__
         if kind.endswith("RMSNorm"):
             _mix(module, ExactRMSNormMixin)
@@ -154,11 +155,12 @@ def make_exact(model: nn.Module) -> None:
 
 
 def match_log_softmax(module) -> None:
-    """Let verl's FSDP engine take log-probs from logits as vLLM's sampler does. Idempotent; where the source asks the engine,
-    :class:`verl_fp8.trainer.engine_fsdp.Fp8EngineMixin` answers instead.
+    """Let verl's FSDP engine take log-probs from logits as vLLM's sampler does. Idempotent; where the source asks the
+    engine, :class:`verl_fp8.trainer.engine_fsdp.Fp8EngineMixin` answers instead.
 
     Args:
-        module: verl.workers.engine.fsdp.transformer_impl, whose ``logprobs_from_logits(logits, labels, ...)`` is wrapped.
+        module: verl.workers.engine.fsdp.transformer_impl, whose ``logprobs_from_logits(logits, labels, ...)`` is
+            wrapped.
     """
     if isinstance(module.logprobs_from_logits, wrapt.FunctionWrapper) or patched.carries(
         module, "logprobs_from_logits"

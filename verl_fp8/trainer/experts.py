@@ -8,9 +8,10 @@ transformers keeps the experts of a layer in two 3-D parameters and dispatches t
     y[token] = sum over its experts of weight * down, in float32, rounded once
 
 The router sees the tokens before this and stays in high precision. What multiplies is the backend's grouped linear
-layer: one call of :mod:`verl_fp8.numerics.quantize` or :mod:`verl_fp8.trainer.scaled_mm` an expert (:class:`Fp8GroupedLinearFunction`), or
-TransformerEngine's grouped GEMM (:mod:`verl_fp8.trainer.te`). vLLM's experts on CPU (verl_fp8.rollout.experts_cpu) share
-:func:`mix_experts`, so tokens are grouped, weighted and summed by one piece of code on both sides.
+layer: one call of :mod:`verl_fp8.numerics.quantize` or :mod:`verl_fp8.trainer.scaled_mm` an expert
+(:class:`Fp8GroupedLinearFunction`), or TransformerEngine's grouped GEMM (:mod:`verl_fp8.trainer.te`). vLLM's experts on
+CPU (verl_fp8.rollout.experts_cpu) share :func:`mix_experts`, so tokens are grouped, weighted and summed by one piece of
+code on both sides.
 """
 
 import copy
@@ -23,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from verl_fp8.errors import ConfigError
 from verl_fp8.numerics.experts import mix_experts, spans
-from verl_fp8.numerics.linear import Fp8LinearFunction
+from verl_fp8.numerics.linear import Fp8LinearFunction, autocast_input
 from verl_fp8.numerics.recipe import Recipe
 
 IMPLEMENTATION = "verl_fp8"
@@ -52,7 +53,8 @@ def to_fp8(experts: nn.Module, recipe: Recipe, linear: GroupedLinear, multiple: 
         raise ConfigError(
             f"FP8 experts in blocks of {recipe.weight_block[0]}x{recipe.weight_block[1]}",
             f"an intermediate size of {width}, no multiple of {rows}",
-            "set fp8.recipe.weight_block to a divisor, or keep the experts in bf16: fp8.recipe.exclude=['*.mlp.experts.*']",
+            "set fp8.recipe.weight_block to a divisor, "
+            "or keep the experts in bf16: fp8.recipe.exclude=['*.mlp.experts.*']",
         )
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, fp8_experts_forward)
     # The registry is asked for the name in the module's configuration; all modules share one, and some may be excluded.
@@ -67,7 +69,8 @@ def to_reference(experts: nn.Module, recipe: Recipe) -> None:
 
 
 def reference_linear(x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int], recipe: Recipe) -> torch.Tensor:
-    """The :data:`GroupedLinear` of :mod:`verl_fp8.numerics.quantize`; raises DataError for a weight with infinity or NaN."""
+    """The :data:`GroupedLinear` of :mod:`verl_fp8.numerics.quantize`; raises DataError for a weight with infinity or
+    NaN."""
     return Fp8GroupedLinearFunction.apply(x, weight, counts, recipe, Fp8LinearFunction)
 
 
@@ -86,11 +89,7 @@ def fp8_experts_forward(
     Returns:
         [tokens, hidden] in the input's dtype, or autocast's where that is on.
     """
-    x = hidden_states
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind):
-        # As in linear.ReferenceFp8Linear.
-        x = x.to(torch.get_autocast_dtype(kind))
+    x = autocast_input(hidden_states)
 
     def grouped(rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         sizes = [count + -count % self.fp8_multiple for count in counts]
@@ -119,11 +118,12 @@ def _places(counts: Sequence[int], sizes: Sequence[int], device: torch.device) -
 class Fp8GroupedLinearFunction(torch.autograd.Function):
     """One FP8 linear layer an expert. ``apply(x, weight, counts, recipe, layer)``.
 
-    x: [rows, K], the rows of expert 0 first; weight: [experts, N, K] in x's dtype; counts: rows of each expert, which may
-    be fewer than x has; y: [rows, N], zeros in the rest. Forward and backward of each expert are those of ``layer``, an
-    autograd function of (x, weight, recipe) that saves the weight first
-    (:class:`~verl_fp8.numerics.linear.Fp8LinearFunction`), to the bit; experts without rows get a gradient of zero. The weight
-    is saved whole and its gradient written into one [experts, N, K] tensor: autograd over slices would hold a second one.
+    x: [rows, K], the rows of expert 0 first; weight: [experts, N, K] in x's dtype; counts: rows of each expert, which
+    may be fewer than x has; y: [rows, N], zeros in the rest. Forward and backward of each expert are those of
+    ``layer``, an autograd function of (x, weight, recipe) that saves the weight first
+    (:class:`~verl_fp8.numerics.linear.Fp8LinearFunction`), to the bit; experts without rows get a gradient of zero. The
+    weight is saved whole and its gradient written into one [experts, N, K] tensor: autograd over slices would hold a
+    second one.
     """
 
     @staticmethod

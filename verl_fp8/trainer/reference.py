@@ -1,10 +1,11 @@
-"""The ``reference`` backend's linear layer: any device, bit for bit the arithmetic of :mod:`verl_fp8.numerics.quantize`."""
+"""The ``reference`` backend's linear layer: any device, bit for bit the arithmetic of
+:mod:`verl_fp8.numerics.quantize`."""
 
 import torch
 from torch import nn
 
 from verl_fp8.errors import DataError
-from verl_fp8.numerics.linear import Fp8LinearFunction
+from verl_fp8.numerics.linear import Fp8LinearFunction, autocast_input
 from verl_fp8.numerics.recipe import Recipe
 
 
@@ -31,10 +32,7 @@ class ReferenceFp8Linear(nn.Linear):
         Raises:
             DataError: the weight holds infinity or NaN; names the layer.
         """
-        kind = x.device.type
-        if torch.is_autocast_enabled(kind):
-            # What autocast does to nn.functional.linear; our autograd function it does not know.
-            x = x.to(torch.get_autocast_dtype(kind))
+        x = autocast_input(x)
         # FP8 codes of a bf16 weight and of its float32 master differ in 2 %: quantise the dtype the GEMM would see.
         weight = self.weight.to(x.dtype)
         try:

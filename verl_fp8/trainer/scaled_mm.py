@@ -11,13 +11,13 @@ dgrad     dy, 1x128                W.T, 128x128             out_features
 wgrad     dy.T, 1x128              x.T, 1x128               tokens
 ========  =======================  =======================  ================
 
-:func:`arguments` lays the operands out as the kernels read them (ATen/native/cuda/ScaledBlas.cpp): codes row-major along
-the contracted dimension; 1x128 scales [M, K/128] with strides (1, M); 128x128 scales as [K/128 padded to a multiple of
-4, N/128] with stride 1 first.
+:func:`arguments` lays the operands out as the kernels read them (ATen/native/cuda/ScaledBlas.cpp): codes row-major
+along the contracted dimension; 1x128 scales [M, K/128] with strides (1, M); 128x128 scales as [K/128 padded to a
+multiple of 4, N/128] with stride 1 first.
 
 Weights are quantised at every call, also in the backward: FSDP2 frees the gathered weight between the two. Here, unlike
-in the reference, nothing looks for infinities and NaN in a weight, as that would stall the GPU in every layer; the weight
-sync looks at every weight before the next rollout and raises.
+in the reference, nothing looks for infinities and NaN in a weight, as that would stall the GPU in every layer; the
+weight sync looks at every weight before the next rollout and raises.
 """
 
 from collections.abc import Sequence
@@ -27,9 +27,10 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from verl_fp8.errors import ConfigError
+from verl_fp8.numerics.linear import autocast_input
 from verl_fp8.numerics.quantize import QuantizedTensor
 from verl_fp8.numerics.recipe import GPU_BLOCK, Recipe
-from verl_fp8.numerics.scaled_mm import gemm, quantize_both, quantize_rows, quantize_weight
+from verl_fp8.numerics.scaled_mm import gemm, quantize_both, quantize_rows, weight_operand
 from verl_fp8.trainer import experts
 
 # Tokens are contracted in the wgrad: whole blocks of them. Zero rows change nothing (verl_fp8.numerics.quantize).
@@ -51,9 +52,8 @@ class ScaledMMFp8Linear(nn.Linear):
         Raises:
             ConfigError: x is not on a CUDA device.
         """
-        _check_device(x)
-        if torch.is_autocast_enabled("cuda"):
-            x = x.to(torch.get_autocast_dtype("cuda"))
+        check_device(x)
+        x = autocast_input(x)
         # The codes of a bf16 weight and of its float32 master differ in 2 %: quantise what the rollout quantises.
         y = Fp8ScaledMM.apply(x.reshape(-1, x.shape[-1]), self.weight.to(x.dtype), self.recipe)
         y = y.reshape(*x.shape[:-1], self.out_features)
@@ -93,7 +93,7 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int],
     Raises:
         ConfigError: x is not on a CUDA device.
     """
-    _check_device(x)
+    check_device(x)
     return experts.Fp8GroupedLinearFunction.apply(x, weight, counts, recipe, Fp8ScaledMM)
 
 
@@ -110,23 +110,24 @@ def _check(recipe: Recipe) -> None:
         )
 
 
-def _check_device(x: torch.Tensor) -> None:
+def check_device(x: torch.Tensor) -> None:
     if x.device.type != "cuda":
         raise ConfigError("fp8.backend=torch", f"an activation on {x.device}", "set fp8.backend=reference")
 
 
 class Fp8ScaledMM(torch.autograd.Function):
-    """y = Q(x) @ Q(W).T and the backward the recipe asks for; :class:`verl_fp8.numerics.linear.Fp8LinearFunction` on the GPU.
+    """y = Q(x) @ Q(W).T and the backward the recipe asks for; :class:`verl_fp8.numerics.linear.Fp8LinearFunction` on
+    the GPU.
 
-    x: [tokens, K], weight: [N, K], one dtype; y: [tokens, N]. The wgrad's operand x.T is quantised in the forward, in the
-    same pass as x, and kept as codes: one byte a value.
+    x: [tokens, K], weight: [N, K], one dtype; y: [tokens, N]. The wgrad's operand x.T is quantised in the forward, in
+    the same pass as x, and kept as codes: one byte a value.
     """
 
     @staticmethod
     def forward(ctx, x, weight, recipe):
         dx_wanted, dw_wanted, _ = ctx.needs_input_grad
         tokens, padded = x.shape[0], _padded(x)
-        w_q = quantize_weight(weight, recipe)
+        w_q = weight_operand(weight, recipe)
         kept = ()
         if recipe.backward == "fp8" and dw_wanted:
             x_q, x_t = quantize_both(padded, recipe)
@@ -153,11 +154,11 @@ class Fp8ScaledMM(torch.autograd.Function):
             else:
                 dy_q = quantize_rows(padded, recipe)
             if weight is not None:
-                dx = gemm(dy_q, quantize_weight(weight, recipe, transposed=True), dtype)[: ctx.tokens]
+                dx = gemm(dy_q, weight_operand(weight, recipe, transposed=True), dtype)[: ctx.tokens]
             return dx, dw, None
         if recipe.backward == "dequantized":
             if weight is not None:
-                weight = quantize_weight(weight, recipe).dequantize(dtype)
+                weight = weight_operand(weight, recipe).dequantize(dtype)
             if kept:
                 kept = [QuantizedTensor(*kept, recipe.activation_block).dequantize(dtype)[: ctx.tokens]]
         if weight is not None:

@@ -1,27 +1,26 @@
-"""The ``te`` backend: TransformerEngine's linear layer and its grouped GEMM with our recipe, and the only module that
-imports TransformerEngine.
+"""The ``te`` backend: TransformerEngine's linear layer and its grouped GEMM with our recipe.
 
-Versions 2.18 to 2.20.2. What is not left to TransformerEngine:
+No other module imports TransformerEngine. Versions 2.18 to 2.20.2 are known. This is what it does not do by itself:
 
-* The recipe object. ``Float8BlockScaling(use_f32_scales=True)`` and QParams given to its constructor are ignored, and its
-  defaults come from environment variables read when the class is defined (common/recipe/__init__.py). So the QParams
-  are set on the instance, and everything is read back, from the recipe and from the quantisers built from it.
-* The autocast, which is entered inside the layer's forward: torch's non-reentrant checkpoint does not restore an outer one
-  when it recomputes.
-* The dtype. It quantises whatever dtype it sees (pytorch/module/linear.py, _linear_forward_impl): activations are cast as
-  autocast would, and a weight of another dtype is refused.
-* The bias, added outside the GEMM in the activation's dtype, as vLLM does.
-* Tokens, padded with zero rows to whole blocks; its GEMMs want multiples of 16 (pytorch/utils.py, assert_dim_for_fp8_exec).
-* ``_extra_state``, which verl's weight sync would take for a parameter; this recipe has no state.
+* The recipe. ``Float8BlockScaling`` ignores ``use_f32_scales=True`` and the QParams given to its constructor, and takes
+  its defaults from environment variables at import (common/recipe/__init__.py). So the QParams are set on the instance.
+  Then everything is read back, from the recipe and from the quantisers built from it.
+* Autocast. torch's non-reentrant checkpoint recomputes a layer without the autocast around it. So TransformerEngine's
+  is entered inside the layer's forward.
+* The dtype. TransformerEngine quantises the dtype it sees (pytorch/module/linear.py, _linear_forward_impl). So
+  activations are cast as torch's autocast would cast them, and a weight of another dtype is refused.
+* The bias. It is added outside the GEMM in the activation's dtype, as vLLM does.
+* Tokens. Its GEMMs want multiples of 16 (pytorch/utils.py, assert_dim_for_fp8_exec). Zero rows fill up whole blocks.
+* ``_extra_state``. verl's weight sync would take it for a parameter. This recipe has no state, so the key is left out.
 
-The parameters are the original ``nn.Linear``'s own objects under the same names. Under FSDP2 no forward may run before
-``fully_shard``, since TransformerEngine remembers at its first forward whether a layer is sharded (module/base.py,
-is_fsdp2); nothing here runs one.
+A converted layer has the Parameter objects of the original ``nn.Linear``, under the same names. TransformerEngine
+remembers at its first forward whether a layer is sharded (module/base.py, is_fsdp2). Under FSDP2 no forward may
+therefore run before ``fully_shard``; nothing here runs one.
 
-Fused experts keep their parameters too (:mod:`verl_fp8.trainer.experts`), so te.GroupedLinear, which owns a parameter an expert and
-keeps its codes from the forward to the backward, does not fit. :class:`TeGroupedLinear` makes the calls its forward and
-backward make on the experts' own tensor: Float8BlockQuantizer an expert and operand, one ``general_grouped_gemm`` for all
-experts of a product, whose signature is the same in all these versions.
+Fused experts keep their parameters too (:mod:`verl_fp8.trainer.experts`). te.GroupedLinear cannot hold them: it owns a
+parameter for each expert, and keeps the codes from the forward to the backward. :class:`TeGroupedLinear` makes the same
+calls on the experts' own tensor: a Float8BlockQuantizer for each expert and operand, and one ``general_grouped_gemm``
+for all experts of a product. Its signature is the same in all these versions.
 """
 
 import functools
@@ -35,15 +34,17 @@ from torch.autograd.function import once_differentiable
 
 from verl_fp8.errors import ConfigError, ContractError, DataError
 from verl_fp8.numerics.experts import spans
+from verl_fp8.numerics.linear import autocast_input
 from verl_fp8.numerics.recipe import GPU_BLOCK, Recipe
 from verl_fp8.trainer import experts
+from verl_fp8.upstream.pins import INSTALL_TRANSFORMER_ENGINE
 
 TOKENS = 128
 QPARAMS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
 
 
 @functools.cache
-def _te() -> ModuleType:
+def transformer_engine() -> ModuleType:
     """``transformer_engine.pytorch``.
 
     Raises:
@@ -52,17 +53,18 @@ def _te() -> ModuleType:
     try:
         import transformer_engine.pytorch as te
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
+        said = str(error).splitlines()[0] if str(error) else ""
         raise ConfigError(
             "fp8.backend=te",
-            f"TransformerEngine does not load: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-            "pip install --no-build-isolation 'transformer-engine[pytorch]==2.20.2' for this torch and CUDA, "
-            "or set fp8.backend=torch (Hopper)",
+            f"TransformerEngine does not load: {type(error).__name__}: {said}",
+            f"{INSTALL_TRANSFORMER_ENGINE} for this torch and CUDA, or set fp8.backend=torch (Hopper)",
         ) from error
     return te
 
 
 def te_settings(recipe: Recipe) -> dict[str, Any]:
-    """What :func:`te_recipe` sets, by the names of ``Float8BlockScaling`` and ``QParams``; plain, without TransformerEngine."""
+    """What :func:`te_recipe` sets, by the names of ``Float8BlockScaling`` and ``QParams``; plain, without
+    TransformerEngine."""
     return {
         "fp8_format": recipe.fmt.upper(),
         "backward_override": None if recipe.backward == "fp8" else recipe.backward,
@@ -78,7 +80,7 @@ def te_recipe(recipe: Recipe) -> Any:
         ConfigError: blocks TransformerEngine has not.
         ContractError: the object does not say what was asked of it.
     """
-    _te()
+    transformer_engine()
     from transformer_engine.common.recipe import Float8BlockScaling, Format, QParams
 
     if recipe.weight_block != GPU_BLOCK:
@@ -89,7 +91,8 @@ def te_recipe(recipe: Recipe) -> Any:
         )
     settings = te_settings(recipe)
     fmt, override = Format[settings["fp8_format"]], settings["backward_override"]
-    # Explicit, since the defaults come from the environment (NVTE_BACKWARD_OVERRIDE, NVTE_FP8_BLOCK_SCALING_FP32_SCALES).
+    # Explicit, since the defaults come from the environment (NVTE_BACKWARD_OVERRIDE,
+    # NVTE_FP8_BLOCK_SCALING_FP32_SCALES).
     built = Float8BlockScaling(fp8_format=fmt, backward_override=override)
     params = QParams(power_2_scale=settings["power_2_scale"], amax_epsilon=settings["amax_epsilon"])
     for name in QPARAMS:
@@ -104,7 +107,7 @@ def check_te_recipe(built: Any, recipe: Recipe) -> None:
     Raises:
         ContractError: the first difference.
     """
-    _te()
+    transformer_engine()
     from transformer_engine.common.recipe import Float8BlockScaling, Format, MMParams, QParams
 
     settings = te_settings(recipe)
@@ -132,7 +135,7 @@ def check_te_recipe(built: Any, recipe: Recipe) -> None:
 
 def is_te_module(module: nn.Module) -> bool:
     """Whether a module's GEMMs are TransformerEngine's."""
-    _te()
+    transformer_engine()
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
     return isinstance(module, TransformerEngineBaseModule)
@@ -142,7 +145,7 @@ def is_te_module(module: nn.Module) -> bool:
 def linear_class() -> type:
     """``te.Linear`` with the conditions of this module's docstring."""
 
-    class TeFp8Linear(_te().Linear):
+    class TeFp8Linear(transformer_engine().Linear):
         """A linear layer whose three GEMMs TransformerEngine runs in FP8.
 
         Attributes:
@@ -161,9 +164,7 @@ def linear_class() -> type:
                 DataError: the weight has another dtype than the activation.
                 ContractError: at the first call, if TransformerEngine's quantisers are not the recipe's.
             """
-            kind = x.device.type
-            if torch.is_autocast_enabled(kind):
-                x = x.to(torch.get_autocast_dtype(kind))
+            x = autocast_input(x)
             if self.weight.dtype != x.dtype:
                 raise DataError(
                     f"an FP8 GEMM of {x.dtype} activations",
@@ -175,7 +176,7 @@ def linear_class() -> type:
             missing = -tokens % TOKENS
             if missing:
                 flat = nn.functional.pad(flat, (0, 0, 0, missing))
-            with _te().autocast(enabled=True, recipe=self.te_recipe):
+            with transformer_engine().autocast(enabled=True, recipe=self.te_recipe):
                 y = super().forward(flat)
             if not self.quantizers_checked:
                 check_quantizers(self)
@@ -249,7 +250,8 @@ def to_experts(module: nn.Module, recipe: Recipe) -> None:
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int], recipe: Recipe) -> torch.Tensor:
-    """The :data:`~verl_fp8.trainer.experts.GroupedLinear` of this backend; each count is a multiple of TOKENS, their sum x's rows."""
+    """The :data:`~verl_fp8.trainer.experts.GroupedLinear` of this backend; each count is a multiple of TOKENS, their
+    sum x's rows."""
     return TeGroupedLinear.apply(x, weight, counts, recipe)
 
 
@@ -257,8 +259,8 @@ class TeGroupedLinear(torch.autograd.Function):
     """One FP8 linear layer an expert, each product one grouped GEMM over the experts that have tokens.
 
     x: [sum of counts, K]; weight: [experts, N, K]; one dtype. Operands and ``backward`` modes are those of
-    :class:`~verl_fp8.numerics.linear.Fp8LinearFunction`. The weight's codes live in one product only: FSDP2 frees the gathered
-    weight after the forward and gathers it anew, so the backward quantises it again.
+    :class:`~verl_fp8.numerics.linear.Fp8LinearFunction`. The weight's codes live in one product only: FSDP2 frees the
+    gathered weight after the forward and gathers it anew, so the backward quantises it again.
     """
 
     @staticmethod
@@ -321,7 +323,8 @@ class TeGroupedLinear(torch.autograd.Function):
 
 
 def _quantizer(recipe: Recipe, dimensions: int, *, columnwise: bool) -> Any:
-    """TransformerEngine's quantiser: 1x128 (``dimensions`` 1) or 128x128 (2), of the matrix and, if wanted, its transpose."""
+    """TransformerEngine's quantiser: 1x128 (``dimensions`` 1) or 128x128 (2), of the matrix and, if wanted, its
+    transpose."""
     from transformer_engine.pytorch.constants import DType
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 
@@ -343,7 +346,8 @@ def _quantized(weight: torch.Tensor, spans: Sequence, recipe: Recipe, *, columnw
 
 
 def _grouped_gemm(layout: str, a: list, b: list, out: list[torch.Tensor], spans: Sequence) -> None:
-    """TransformerEngine's products: TN y = x W.T, NN dx = dy W (into one tensor, rows of each expert), NT dW = dy.T x."""
+    """TransformerEngine's products: TN y = x W.T, NN dx = dy W (into one tensor, rows of each expert), NT dW = dy.T
+    x."""
     from transformer_engine.pytorch.cpp_extensions import general_grouped_gemm
 
     general_grouped_gemm(

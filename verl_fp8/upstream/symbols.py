@@ -1,4 +1,6 @@
-"""The table of every symbol of verl, vLLM and TransferQueue that this package names; verl_fp8.upstream.contract compares it.
+"""The table of every symbol of verl, vLLM and TransferQueue that this package names.
+
+:mod:`verl_fp8.upstream.contract` compares it with what is installed.
 
 Megatron's part of the table is in symbols_megatron.py, since nothing of it can be imported where Megatron is not.
 """
@@ -36,7 +38,10 @@ class Symbol:
 
 
 def of(*used_by: str) -> Any:
-    """``of("trainer.engine_fsdp")(path, why, *parameters)`` -> an entry of these modules; ``bare=True``: only its existence."""
+    """``of("trainer.engine_fsdp")(path, why, *parameters)`` -> an entry of these modules.
+
+    With ``bare=True`` only its existence is relied on.
+    """
 
     def symbol(path: str, why: str, *parameters: str, bare: bool = False, **kwargs: Any) -> Symbol:
         return Symbol(path, why, used_by, None if bare else parameters, **kwargs)
@@ -79,12 +84,15 @@ SYMBOLS: tuple[Symbol, ...] = (
     # The driver's checks and verl's configuration classes.
     of("hooks.verl_plugin", "tools.overrides")("verl.utils.config.validate_config", "the driver's checks", "config",
         "use_reference_policy", "use_critic"),
-    of("hooks.verl_plugin")("verl.trainer.main_ppo.run_ppo", "the checks for other entry points", "config", "task_runner_class"),
+    of("hooks.verl_plugin")(
+        "verl.trainer.main_ppo.run_ppo", "the checks for other entry points", "config", "task_runner_class"),
     of("rules.run")("verl.trainer.main_ppo.TaskRunnerV1", "the one that trains with the V1 trainer", bare=True),
     _check("verl.trainer.ppo.utils.need_critic", "argument of validate_config", "config"),
     _check("verl.trainer.ppo.utils.need_reference_policy", "argument of validate_config", "config"),
-    of("tools.overrides", "tools.explain")("verl.utils.device.auto_set_device", "what main_ppo does before validate_config", "config"),
-    of("layers.shapes", "tools.mismatch.certify", "tools.mismatch.attribute")("verl.utils.fs.copy_to_local", "the model from where verl reads it", "src"),
+    of("tools.overrides", "tools.explain")(
+        "verl.utils.device.auto_set_device", "what main_ppo does before validate_config", "config"),
+    of("layers.shapes", "tools.mismatch.certify", "tools.mismatch.attribute")(
+        "verl.utils.fs.copy_to_local", "the model from where verl reads it", "src"),
     _config("verl.workers.config.FSDPActorConfig", "base class; picks the engine", "strategy", "fsdp_config"),
     _config("verl.workers.config.FSDPActorConfig.validate", "reaches the driver's checks", "n_gpus",
             "train_batch_size", "model_config"),
@@ -93,30 +101,38 @@ SYMBOLS: tuple[Symbol, ...] = (
             "train_batch_size", "model_config"),
     _config("verl.workers.config.FSDPEngineConfig", "base class", "forward_only", "strategy", "dtype",
             "mixed_precision", "qat"),
-    of("hooks.targets", "rules.megatron")("verl.workers.config.McoreEngineConfig", "base class", "forward_only", "strategy", "dtype",
+    of("hooks.targets", "rules.megatron")(
+        "verl.workers.config.McoreEngineConfig", "base class", "forward_only", "strategy", "dtype",
         "tensor_model_parallel_size", "expert_tensor_parallel_size", "dynamic_context_parallel",
         "override_transformer_config", "use_mbridge", "vanilla_mbridge", "use_megatron_fsdp", "qat"),
     of("rules.megatron")("verl.workers.config.McoreOptimizerConfig", "told the recipe", "override_optimizer_config"),
-    of("hooks.targets", "rules.groups")("verl.workers.config.HFModelConfig", "base class; built by the task runner", "path", "hf_config_path",
+    of("hooks.targets", "rules.groups")(
+        "verl.workers.config.HFModelConfig", "base class; built by the task runner", "path", "hf_config_path",
             "trust_remote_code",
             "external_lib", "override_config", "lora_rank", "lora", "lora_adapter_path", "mtp"),
-    of("hooks.targets", "rules.groups")("verl.workers.config.RolloutConfig", "base class; its engine_kwargs reach vLLM last", "name", "top_k",
+    of("hooks.targets", "rules.groups")(
+        "verl.workers.config.RolloutConfig", "base class; its engine_kwargs reach vLLM last", "name", "top_k",
             "top_p",
             "repetition_penalty", "dtype", "tensor_model_parallel_size", "logprobs_mode", "engine_kwargs",
             "calculate_log_probs",
             "checkpoint_engine", "quantization", "quantization_config_file", "qat"),
     # The doctor.
-    of("tools.doctor.command")("verl.trainer.constants_ppo.get_ppo_ray_runtime_env", "looks where a run's workers would be"),
+    of("tools.doctor.command")(
+        "verl.trainer.constants_ppo.get_ppo_ray_runtime_env", "looks where a run's workers would be"),
     of("tools.doctor.facts")("vllm.plugins.load_general_plugins", "whether vLLM's processes load our entry point"),
-    of("tools.doctor.facts")("vllm.model_executor.kernels.linear._POSSIBLE_FP8_BLOCK_KERNELS[vllm.platforms.PlatformEnum.CPU]",
+    of("tools.doctor.facts")(
+        "vllm.model_executor.kernels.linear._POSSIBLE_FP8_BLOCK_KERNELS[vllm.platforms.PlatformEnum.CPU]",
         "which kernels this machine has", bare=True),
     of("tools.doctor.facts")("vllm.platforms.current_platform", "whose kernels", bare=True),
     # The engine.
-    of("trainer.engine_fsdp", "cpu.platform", "hooks.register")("verl.workers.engine.base.EngineRegistry.register", "adds the engine", "model_type",
+    of("trainer.engine_fsdp", "cpu.platform", "hooks.register")(
+        "verl.workers.engine.base.EngineRegistry.register", "adds the engine", "model_type",
         "backend", "device"),
-    of("trainer.engine_fsdp", "hooks.register")("verl.workers.engine.base.EngineRegistry._engines", "asks whether it is there", bare=True),
+    of("trainer.engine_fsdp", "hooks.register")(
+        "verl.workers.engine.base.EngineRegistry._engines", "asks whether it is there", bare=True),
     of("hooks.register")("verl.workers.engine.base.BaseEngine", "what the registry takes", bare=True),
-    of("trainer.engine_fsdp", "tools.mismatch.certify")("verl.utils.device.get_device_name", "which device's engine to add"),
+    of("trainer.engine_fsdp", "tools.mismatch.certify")(
+        "verl.utils.device.get_device_name", "which device's engine to add"),
     _engine(_FSDP, "base class", "model_config", "engine_config", "optimizer_config", "checkpoint_config",
             attributes=("rank", "model_config", "engine_config")),
     _engine(f"{_FSDP}._build_module", "the module before FSDP wraps it"),
@@ -153,8 +169,10 @@ SYMBOLS: tuple[Symbol, ...] = (
     _replay(f"{_ROLLOUT_CORR}.compute_rollout_rejection_mask", "verl's rejection on a dump", "log_ratio",
             "response_mask", "rollout_rs",
             "rollout_rs_threshold"),
-    of("rules.resume")("verl.utils.checkpoint.checkpoint_manager.find_latest_ckpt_path", "whether a run resumes", "path"),
-    of("rules.resume")("verl.utils.checkpoint.checkpoint_manager.get_checkpoint_tracker_filename", "names it", "root_path"),
+    of("rules.resume")(
+        "verl.utils.checkpoint.checkpoint_manager.find_latest_ckpt_path", "whether a run resumes", "path"),
+    of("rules.resume")(
+        "verl.utils.checkpoint.checkpoint_manager.get_checkpoint_tracker_filename", "names it", "root_path"),
     # The weight sync, both ends.
     of("hooks.register")("verl.workers.rollout.base._ROLLOUT_REGISTRY['vllm', 'async']", "names the server adapter",
         bare=True),
@@ -175,7 +193,8 @@ SYMBOLS: tuple[Symbol, ...] = (
              attributes=("block_quant", "moe_kernel")),
     _rollout("vllm.distributed.get_tensor_model_parallel_rank", "which shard a worker holds"),
     # The certificate.
-    of("tools.mismatch.certify")("verl.utils.torch_functional.logprobs_from_logits", "log-probs as the trainer takes them", "logits",
+    of("tools.mismatch.certify")(
+        "verl.utils.torch_functional.logprobs_from_logits", "log-probs as the trainer takes them", "logits",
         "labels"),
     _certify(f"{_TRANSFER}.BucketedWeightReceiver", "replaced: the stream comes out of a file", "device",
              forwarded=True),
@@ -215,7 +234,8 @@ SYMBOLS: tuple[Symbol, ...] = (
     _vllm_cpu(f"{_LAYERS}.linear.LinearBase", "which modules are linear layers", bare=True),
     _vllm_cpu("vllm.model_executor.parameter.ModelWeightParameter", "holds codes", bare=True),
     _vllm_cpu("vllm.model_executor.parameter.PerTensorScaleParameter", "one scale a part, on every rank", bare=True),
-    _vllm_cpu("vllm.model_executor.parameter.ChannelQuantScaleParameter", "one scale a row, divided with the rows", bare=True),
+    _vllm_cpu("vllm.model_executor.parameter.ChannelQuantScaleParameter", "one scale a row, divided with the rows",
+        bare=True),
     # vLLM on a GPU.
     of("hooks.vllm_plugin")("vllm.platforms.current_platform.is_cuda", "whether to register for CUDA"),
     _vllm_gpu("vllm.platforms.current_platform.is_cuda", "where the kernel serves"),
@@ -235,13 +255,16 @@ SYMBOLS: tuple[Symbol, ...] = (
               "wrapped: keeps power-of-two scales", "weight", "weight_scale", "block_size"),
     # vLLM's experts on a GPU.
     *(
-        _moe_gpu(f"{_MOE}.{module}.per_token_group_quant_fp8", "wrapped: experts' activations", "x", "group_size", "eps",
+        _moe_gpu(f"{_MOE}.{module}.per_token_group_quant_fp8", "wrapped: experts' activations", "x", "group_size",
+            "eps",
                  "dtype", "column_major_scales", "tma_aligned_scales", "out_q", "use_ue8m0")
         for module in ("utils", "experts.deep_gemm_moe")
     ),
-    _moe_gpu(f"{_MOE}.experts.deep_gemm_moe.silu_mul_per_token_group_quant_fp8_colmajor", "wrapped: activation and quantiser",
+    _moe_gpu(f"{_MOE}.experts.deep_gemm_moe.silu_mul_per_token_group_quant_fp8_colmajor",
+        "wrapped: activation and quantiser",
              "input", "output", "use_ue8m0", "eps", "clamp_limit", "group_size", "alpha", "beta"),
-    _moe_gpu("vllm._custom_ops.silu_and_mul_per_block_quant", "wrapped: activation and quantiser", "input", "group_size",
+    _moe_gpu("vllm._custom_ops.silu_and_mul_per_block_quant", "wrapped: activation and quantiser", "input",
+        "group_size",
              "quant_dtype", "scale_ub", "is_scale_transposed"),
     # vLLM's experts on CPU.
     _moe("vllm.config.get_current_vllm_config", "finds the fp8 node"),
@@ -291,7 +314,8 @@ SYMBOLS: tuple[Symbol, ...] = (
     _cpu(f"{_FSDP}._build_fsdp_module", "overridden: no pinned offload", "module"),
     of("cpu.replay_buffer")("verl.trainer.ppo.v1.replay_buffer.ReplayBuffer.__init__", "a shorter poll", "trainer_mode",
         "poll_interval", forwarded=True),
-    of("cpu.replay_buffer")("verl.trainer.ppo.v1.replay_buffer.ReplayBufferAsync.__init__", "a shorter poll", "poll_interval",
+    of("cpu.replay_buffer")(
+        "verl.trainer.ppo.v1.replay_buffer.ReplayBufferAsync.__init__", "a shorter poll", "poll_interval",
         forwarded=True),
 )
 # fmt: on

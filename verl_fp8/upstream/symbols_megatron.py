@@ -1,7 +1,7 @@
-"""What verl_fp8.trainer.engine_megatron relies on in Megatron, and in verl's engine over it: second part of the table in symbols.py.
+"""What verl_fp8.trainer.engine_megatron relies on in Megatron, and in verl's engine over it: the table's second part.
 
-Apart, since none of it can be imported where Megatron is not installed. ``tests/trainer/test_engine_megatron.py`` compares it
-with the Python of real wheels.
+It stands apart from symbols.py because none of it can be imported where Megatron is not installed.
+``tests/trainer/test_engine_megatron.py`` compares it with the Python of real wheels.
 """
 
 import functools

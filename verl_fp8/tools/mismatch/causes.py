@@ -1,7 +1,7 @@
-"""Variants of one Hugging Face model that differ in one operation: what ``verl-fp8 certify`` and ``attribute`` compare.
+"""The causes of a mismatch: each changes one operation of a Hugging Face model and nothing else.
 
-The baseline is the exact mode's forward (:mod:`verl_fp8.trainer.exact`), in which two variants differ by their cause and by nothing
-else: neither batch nor order of summation reaches a rounding. A :class:`Cause` is a context manager over such a model.
+The baseline is the exact mode's forward (:mod:`verl_fp8.trainer.exact`). There neither the batch nor the order of
+summation reaches a rounding, so a model under a :class:`Cause` differs from the baseline by that cause alone.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from torch import nn
 
 from verl_fp8.numerics import exact
 from verl_fp8.numerics.linear import gemm
-from verl_fp8.numerics.quantize import FP8_DTYPE, FP8_MAX, QuantizedTensor, quantize
+from verl_fp8.numerics.quantize import FP8_DTYPE, FP8_MAX, QuantizedTensor, quantize_activation
 from verl_fp8.numerics.recipe import Recipe
 from verl_fp8.trainer.exact import ExactDense, ExactRMSNormMixin, ExactRotaryMixin, ExactSiLU, Fp32Head
 
@@ -50,11 +50,6 @@ class CodesLinear(nn.Linear):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
-def contract_quantizer(x: torch.Tensor, recipe: Recipe) -> QuantizedTensor:
-    """The activations' quantiser of both sides (:func:`verl_fp8.numerics.quantize.quantize`)."""
-    return quantize(x, recipe.activation_block, scale_format=recipe.scale_format, eps=recipe.eps, check_finite=False)
-
-
 def vllm_quantizer(x: torch.Tensor, recipe: Recipe) -> QuantizedTensor:
     """vLLM's own float-scale quantiser: amax / 448, x / scale, of its CUDA group quantiser."""
     width = recipe.activation_block[1]
@@ -69,10 +64,15 @@ def to_codes(
     model: nn.Module,
     codes: Mapping[str, QuantizedTensor],
     recipe: Recipe,
-    quantizer: Callable[[torch.Tensor, Recipe], QuantizedTensor] | None = contract_quantizer,
+    quantizer: Callable[[torch.Tensor, Recipe], QuantizedTensor] | None = quantize_activation,
     accumulate: torch.dtype = exact.WIDE,
 ) -> None:
-    """Let the named linear layers compute with these codes, in place; the parameters stay."""
+    """Make the named linear layers compute with these codes, in place; their parameters stay.
+
+    Args:
+        codes: layer's name -> codes of its weight.
+        recipe, quantizer, accumulate: see :class:`CodesLinear`.
+    """
     for name, quantized in codes.items():
         linear = model.get_submodule(name)
         linear.__class__ = CodesLinear
@@ -86,7 +86,8 @@ class Cause:
     Attributes:
         name: short.
         meaning: what it replaces by what.
-        apply: makes an exact model differ by it while the context is open; None for the batch, which is no part of the model.
+        apply: makes an exact model differ by it while the context is open; None for the batch, which is no part of the
+            model.
         ordinary: whether stock trainers and rollouts differ by it; all of these together are a stock forward.
     """
 
@@ -213,7 +214,7 @@ def _attention(implementation: str):
 
 
 class _WideResidual:
-    """A decoder layer whose sums reach the next norm in float32, the stream itself rounded, as vLLM's fused_add_rms_norm leaves them."""
+    """A decoder layer whose sums reach the norm in float32, while the stream is rounded: vLLM's fused_add_rms_norm."""
 
     def forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
         dtype = self.mlp.gate_proj.weight.dtype
@@ -229,6 +230,8 @@ def _wide_residual(model: nn.Module):
 
 
 class _FusedActivation:
+    """An MLP that rounds SiLU(gate) * up once: vLLM's silu_and_mul."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
         return self.down_proj((torch.nn.functional.silu(gate.float()) * up.float()).to(gate.dtype))

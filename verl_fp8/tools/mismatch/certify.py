@@ -1,8 +1,9 @@
 """``verl-fp8 certify <verl overrides>``: how far apart trainer and rollout will be, and why, before a long job.
 
-The trainer's model as the engine converts it (without FSDP) and a real vLLM engine with the arguments verl would pass (in a
-child process, weights through the verified sync) meet on the same sampled tokens. Their log-probs differ by the sum of these
-links, token by token and exactly; each is the difference of a measured pair:
+The trainer's model is converted as the engine does it, without FSDP. A real vLLM engine runs in a child process with
+the arguments that verl would pass, and gets its weights through the verified sync. Both score the tokens that vLLM
+sampled. Their log-probs differ by the sum of these links, token by token and exactly; each link is the difference of a
+measured pair:
 
 ==============  ===================================================================================================
 log-softmax     the trainer's log-probs as verl takes them from its logits - by float32 log-softmax, as vLLM does
@@ -12,8 +13,9 @@ kernels         that - vLLM scoring the same tokens as prompts: attention, norms
 rollout noise   vLLM scoring them - vLLM sampling them: prefill against decode, other batches
 ==============  ===================================================================================================
 
-Besides: each side's own noise (again; in another batch), the same trainer with another attention implementation (what FP8 makes
-of differences nobody would call an error), and the first point of the forward pass at which the two sides differ.
+It also measures each side's own noise (a second time; in another batch), the trainer against itself with another
+attention implementation (what FP8 makes of differences that nobody would call an error), and the first probe at which
+the two sides differ.
 """
 
 import dataclasses
@@ -24,7 +26,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,64 +36,26 @@ from safetensors.torch import load_file, save_file
 from verl_fp8.errors import ConfigError, SyncError
 from verl_fp8.layers.shapes import load_config
 from verl_fp8.numerics import exact
-from verl_fp8.numerics.quantize import QuantizedTensor
+from verl_fp8.numerics.quantize import QuantizedTensor, quantize_activation
 from verl_fp8.rollout.arguments import fp8_arguments, plain
 from verl_fp8.rollout.environment import environment
 from verl_fp8.switches.hardware import probe
 from verl_fp8.switches.settings import Fp8Settings
 from verl_fp8.sync.stream import MANIFEST, SCALE_SUFFIX, WEIGHT_SUFFIX, outgoing
-from verl_fp8.tools.mismatch.causes import contract_quantizer, to_codes
+from verl_fp8.tools.mismatch.bands import judge, worst
+from verl_fp8.tools.mismatch.causes import to_codes
 from verl_fp8.tools.mismatch.certify_page import certify_page, certify_text
-from verl_fp8.tools.mismatch.compare import compare, prompts_of, relative
-from verl_fp8.tools.mismatch.probes import order, recording
-from verl_fp8.tools.overrides import compose, output_options, root_cause, validate, write
+from verl_fp8.tools.mismatch.compare import log_prob_difference, prompts_of, relative_difference
+from verl_fp8.tools.mismatch.probes import probes_in_order, recording
+from verl_fp8.tools.overrides import compose, root_cause, take_output_options, validate, write_outputs
 
 NEW_TOKENS = 24
 
 
-@dataclass(frozen=True)
-class Band:
-    """What a figure may be.
-
-    Attributes:
-        name: of the figure.
-        passes, warns: the largest value that passes, and that only warns.
-        source: where the two come from.
-    """
-
-    name: str
-    passes: float
-    warns: float
-    source: str
-
-    def verdict(self, value: float) -> str:
-        """``pass``, ``warn`` or ``fail``; a value that is not finite fails."""
-        return "pass" if value <= self.passes else "warn" if value <= self.warns else "fail"
-
-
-_PUBLISHED = (
-    "passes: NeMo-RL's nightly gate of gen_kl_error, 0.0014 to 0.0018; warns: prime-rl's mismatch KL on Hopper, 0.0059"
-)
-BANDS = {
-    "mismatch": Band("k3 of trainer against rollout", 0.0018, 0.0059, _PUBLISHED),
-    "exact": Band(
-        "largest |log-prob difference| of trainer and rollout (fp8.exact)", 0.0, 1e-6,
-        "passes: equal forwards have none; warns: one float32 ulp of a log-prob of about 10",
-    ),
-    "weights": Band("tensors the rollout holds with other bytes than the trainer's", 0.0, 0.0, "the sync ships the trainer's bytes"),
-    "repeat": Band("largest |log-prob difference| of the trainer with itself, same batch", 0.0, float("inf"), "a deterministic forward has none"),
-    "trainer noise": Band("k3 of the trainer with itself in another batch", 0.0018, 0.0059, _PUBLISHED),
-    "rollout noise": Band("k3 of the rollout's prefill against its own decoding", 0.0018, 0.0059, _PUBLISHED),
-}  # fmt: skip
-
-# A mismatch beyond the published bands, which are of models from 8B on, only warns up to this multiple of what the same
-# trainer shows against itself with another attention implementation. Repeated measurements on SmolLM2-135M gave 1.0 to 1.3.
-FLOOR_FACTOR = 2.0
-
 # verl/workers/rollout/vllm_rollout/vllm_async_server.py, launch_server: what of the rollout's configuration reaches vLLM.
 _PASSED = (
-    "dtype", "max_model_len", "max_num_seqs", "enable_chunked_prefill", "max_num_batched_tokens", "enable_prefix_caching",
-    "enforce_eager", "gpu_memory_utilization", "logprobs_mode",
+    "dtype", "max_model_len", "max_num_seqs", "enable_chunked_prefill", "max_num_batched_tokens",
+    "enable_prefix_caching", "enforce_eager", "gpu_memory_utilization", "logprobs_mode",
 )  # fmt: skip
 
 
@@ -164,7 +127,7 @@ class Trainer:
         return torch.cat(rows)
 
     @torch.no_grad()
-    def points(self, sequence: list[int]) -> dict[str, torch.Tensor]:
+    def probed(self, sequence: list[int]) -> dict[str, torch.Tensor]:
         """What :func:`verl_fp8.tools.mismatch.probes.recording` finds for one sequence."""
         with recording(self.module) as found, torch.autocast(self.module.device.type, dtype=torch.bfloat16):
             self.module(input_ids=torch.tensor([sequence], device=self.module.device), use_cache=False)
@@ -184,13 +147,15 @@ class Trainer:
         for name, tensor in held.items():
             if name in state and tensor.dtype != torch.float8_e4m3fn:
                 state[name].copy_(tensor)
-        to_codes(self.module, codes, recipe, contract_quantizer if quantize else None, accumulate)
+        to_codes(self.module, codes, recipe, quantize_activation if quantize else None, accumulate)
 
 
 def roll_out(
     config: DictConfig, fp8: Fp8Settings, stream: dict[str, torch.Tensor], prompts: list[list[int]], vocab_size: int
 ):
-    """(result, held weights, points) of a vLLM engine that was sent ``stream``; see :mod:`verl_fp8.tools.mismatch.certify_rollout`.
+    """(result, held weights, probes) of a vLLM engine that was sent ``stream``.
+
+    :mod:`verl_fp8.tools.mismatch.certify_rollout` is the child process.
 
     Raises:
         SyncError: the child failed; its last error line is in the message.
@@ -200,9 +165,13 @@ def roll_out(
     arguments = fp8_arguments(config.fp8, rollout.fp8_model, extra)
     arguments.pop("worker_extension_cls")
     llm = {key: rollout[key] for key in _PASSED if rollout.get(key) is not None} | {
-        "model": model["path"], "load_format": "dummy", "seed": 0, "trust_remote_code": bool(model.get("trust_remote_code")),
-        "quantization": rollout.quantization, **arguments,
-    }  # fmt: skip
+        "model": model["path"],
+        "load_format": "dummy",
+        "seed": 0,
+        "trust_remote_code": bool(model.get("trust_remote_code")),
+        "quantization": rollout.quantization,
+        **arguments,
+    }
     with tempfile.TemporaryDirectory(prefix="verl_fp8_certify_") as name:
         folder = Path(name)
         save_file({n: t.contiguous().cpu() for n, t in stream.items()}, folder / "stream.safetensors")
@@ -230,8 +199,8 @@ def roll_out(
                 "correct what it names",
             )
         result = json.loads((folder / "result.json").read_text())
-        held, points = load_file(folder / "held.safetensors"), folder / "points.safetensors"
-        return result, held, load_file(points) if points.exists() else None
+        held, probes = load_file(folder / "held.safetensors"), folder / "probes.safetensors"
+        return result, held, load_file(probes) if probes.exists() else None
 
 
 def last_error(stderr: str) -> str:
@@ -253,7 +222,10 @@ def differing_bytes(held: dict[str, torch.Tensor], sent: dict[str, torch.Tensor]
 
 
 def split(chain: list[tuple[str, torch.Tensor]]) -> list[dict[str, Any]]:
-    """The links of a chain of log-probs: [(name of the link that ends here, log-probs), ...], the first one without a name.
+    """The links of a chain of log-probs.
+
+    Args:
+        chain: (name of the link that ends here, log-probs); the first has no name.
 
     Returns:
         A dict for each link: ``name``, mean, max and k3 of its difference, and ``share`` = <link, whole> / <whole, whole>;
@@ -262,13 +234,17 @@ def split(chain: list[tuple[str, torch.Tensor]]) -> list[dict[str, Any]]:
     whole = chain[0][1] - chain[-1][1]
     square = float(whole @ whole)
     return [
-        {"name": name, **compare(before, after), "share": float((before - after) @ whole) / square if square else 0.0}
+        {
+            "name": name,
+            **log_prob_difference(before, after),
+            "share": float((before - after) @ whole) / square if square else 0.0,
+        }
         for (_, before), (name, after) in zip(chain, chain[1:], strict=False)
     ]
 
 
 def certify(config: DictConfig, fp8: Fp8Settings) -> dict[str, Any]:
-    """Measure a composed and validated run; the result is plain JSON (see :func:`verl_fp8.tools.mismatch.certify_page.certify_text`).
+    """Measure a composed and validated run. The result is plain JSON.
 
     Raises:
         ConfigError: tensor parallelism, or a model with fused experts.
@@ -287,25 +263,14 @@ def certify(config: DictConfig, fp8: Fp8Settings) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(copy_to_local(config.actor_rollout_ref.model.path))
     trainer = Trainer(config, fp8)
     sent, by_codes = trainer.weights(), trainer.weights("codes")
-    result, held, rollout_points = roll_out(config, fp8, sent, prompts_of(tokenizer), len(tokenizer))
+    result, held, rollout_probes = roll_out(config, fp8, sent, prompts_of(tokenizer), len(tokenizer))
     sequences = [p + a for p, a in zip(prompts_of(tokenizer), result["answers"], strict=True)]
     flat = {key: torch.tensor(result[key], dtype=torch.float64).flatten() for key in ("decoded", "together", "again")}
 
     first = trainer.log_probs(sequences, NEW_TOKENS)
     by_log_softmax = trainer.log_probs(sequences, NEW_TOKENS, plain=True)
-    noise = {
-        "trainer again": compare(trainer.log_probs(sequences, NEW_TOKENS), first),
-        "trainer in another batch": compare(trainer.log_probs(sequences, NEW_TOKENS, alone=True), first),
-        "rollout again": compare(flat["again"], flat["together"]),
-        "rollout prefill against decode": compare(flat["together"], flat["decoded"]),
-    }
-    points = None if rollout_points is None else differing_points(trainer.points(sequences[0]), rollout_points)
-    if not fp8.exact:
-        attention = trainer.module.config._attn_implementation
-        trainer.module.set_attn_implementation("sdpa" if attention == "eager" else "eager")
-        noise["trainer with another attention"] = compare(
-            trainer.log_probs(sequences, NEW_TOKENS, plain=True), by_log_softmax
-        )
+    points = None if rollout_probes is None else differing_probes(trainer.probed(sequences[0]), rollout_probes)
+    noise = _noise(trainer, sequences, first, by_log_softmax, flat)
     backend, layers = trainer.backend, len(trainer.layers)
     del trainer
 
@@ -321,64 +286,52 @@ def certify(config: DictConfig, fp8: Fp8Settings) -> dict[str, Any]:
         stand_in.hold(held, quantize=True)
         chain.append(("activations", stand_in.log_probs(sequences, NEW_TOKENS, plain=True)))
     chain += [("kernels", flat["together"]), ("rollout noise", flat["decoded"])]
-    total = compare(first, flat["decoded"])
+    total = log_prob_difference(first, flat["decoded"])
     found = {
-        "model": str(config.actor_rollout_ref.model.path), "mode": fp8.mode, "exact": fp8.exact, "lm_head": fp8.lm_head,
+        "model": str(config.actor_rollout_ref.model.path),
+        "mode": fp8.mode, "exact": fp8.exact, "lm_head": fp8.lm_head,
         "recipe": fp8.recipe.to_dict() if fp8.layer_filter else None, "fp8_layers": layers, "backend": backend,
         "tokens": first.numel(), "total": total, "links": split(chain), "noise": noise,
         "weights": {"tensors": len(by_codes) - 1, "differ": len(other), "examples": other[:4]}, "points": points,
     }  # fmt: skip
     found["judgements"] = judge(found)
-    found["verdict"] = max((j["verdict"] for j in found["judgements"]), key=("pass", "warn", "fail").index)
+    found["verdict"] = worst(found["judgements"])
     return found
 
 
-def differing_points(trainer: dict[str, torch.Tensor], rollout: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """``starts`` (first point at which any value differs, None without), and for each point of both its relative difference."""
-    layers = len({name.split(".")[1] for name in trainer if name.startswith("layers.")})
-    curve = {p: relative(trainer[p], rollout[p]) for p in order(layers) if p in trainer and p in rollout}
-    return {"starts": next((p for p, value in curve.items() if value > 0), None), "curve": curve}
-
-
-def judge(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every figure against its band: name, value, verdict, the band's limits and source."""
-    noise = found["noise"]
-    values = {
-        "exact" if found["exact"] else "mismatch": found["total"]["max" if found["exact"] else "k3"],
-        "weights": found["weights"]["differ"],
-        "repeat": noise["trainer again"]["max"],
-        "trainer noise": noise["trainer in another batch"]["k3"],
-        "rollout noise": noise["rollout prefill against decode"]["k3"],
+def _noise(
+    trainer: Trainer,
+    sequences: list[list[int]],
+    first: torch.Tensor,
+    by_log_softmax: torch.Tensor,
+    rollout: dict[str, torch.Tensor],
+) -> dict[str, dict[str, float]]:
+    """Each side against itself. Leaves the trainer with another attention implementation, unless it is exact."""
+    found = {
+        "trainer again": log_prob_difference(trainer.log_probs(sequences, NEW_TOKENS), first),
+        "trainer in another batch": log_prob_difference(trainer.log_probs(sequences, NEW_TOKENS, alone=True), first),
+        "rollout again": log_prob_difference(rollout["again"], rollout["together"]),
+        "rollout prefill against decode": log_prob_difference(rollout["together"], rollout["decoded"]),
     }
-    out = []
-    floor = noise.get("trainer with another attention", {}).get("k3", 0.0)
-    for key, value in values.items():
-        band, note = BANDS[key], ""
-        verdict = band.verdict(value)
-        if (
-            verdict == "fail"
-            and key in ("mismatch", "trainer noise", "rollout noise")
-            and value <= FLOOR_FACTOR * floor
-        ):
-            verdict = "warn"
-            note = f"within {FLOOR_FACTOR:g} times this model's own floor, {floor:.2g} (the trainer against itself with another attention)"
-        out.append(
-            {
-                "name": band.name,
-                "value": value,
-                "verdict": verdict,
-                "passes": band.passes,
-                "warns": band.warns,
-                "source": band.source,
-                "note": note,
-            }
-        )
-    return out
+    if not trainer.fp8.exact:
+        attention = trainer.module.config._attn_implementation
+        trainer.module.set_attn_implementation("sdpa" if attention == "eager" else "eager")
+        other = trainer.log_probs(sequences, NEW_TOKENS, plain=True)
+        found["trainer with another attention"] = log_prob_difference(other, by_log_softmax)
+    return found
+
+
+def differing_probes(trainer: dict[str, torch.Tensor], rollout: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """``starts``: the first probe at which any value differs, None without; ``curve``: probe -> relative difference."""
+    layers = len({name.split(".")[1] for name in trainer if name.startswith("layers.")})
+    both = [probe for probe in probes_in_order(layers) if probe in trainer and probe in rollout]
+    curve = {probe: relative_difference(trainer[probe], rollout[probe]) for probe in both}
+    return {"starts": next((probe for probe, value in curve.items() if value > 0), None), "curve": curve}
 
 
 def certify_command(arguments: list[str]) -> int:
     """``verl-fp8 certify [--json FILE] [--html FILE] <overrides>``; exit 0 (pass or warn), 1 (fail), 2 (refused)."""
-    outputs, overrides = output_options(arguments)
+    outputs, overrides = take_output_options(arguments)
     started = time.perf_counter()
     try:
         config = compose(overrides)
@@ -393,5 +346,5 @@ def certify_command(arguments: list[str]) -> int:
         return 2
     found["seconds"] = time.perf_counter() - started
     print(certify_text(found))
-    write(outputs, found, certify_page)
+    write_outputs(outputs, found, certify_page)
     return 1 if found["verdict"] == "fail" else 0

@@ -1,11 +1,11 @@
-"""What ``verl-fp8 certify`` prints and the page it writes, from the figures of :func:`verl_fp8.tools.mismatch.certify.certify`."""
+"""What ``verl-fp8 certify`` prints, and the page it writes."""
 
 import html
 import json
 from typing import Any
 
 from verl_fp8.numerics.recipe import Recipe
-from verl_fp8.tools.mismatch.probes import POINTS
+from verl_fp8.tools.mismatch.probes import PROBES
 
 MEANINGS = {
     "log-softmax": "how the trainer takes log-probs from its logits, against a float32 log-softmax",
@@ -17,22 +17,23 @@ MEANINGS = {
     "trainer in another batch": "the trainer with itself, each sequence alone",
     "rollout again": "vLLM scoring the same prompts a second time",
     "rollout prefill against decode": "the rollout's own noise, the link above",
-    "trainer with another attention": "the trainer with itself, sdpa against eager: what this model makes of any rounding",
+    "trainer with another attention": "the trainer with itself, sdpa against eager: what this model makes of any "
+    "rounding",
 }
 _FIGURES = ("mean", "max", "k3")
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def _figures(row: dict[str, Any]) -> list[str]:
     return [f"{row[key]:.3g}" for key in _FIGURES]
 
 
 def _link_rows(found: dict[str, Any]) -> list[list[str]]:
-    rows = [[link["name"], *_cells(link), f"{link['share']:.1%}", MEANINGS[link["name"]]] for link in found["links"]]
+    rows = [[link["name"], *_figures(link), f"{link['share']:.1%}", MEANINGS[link["name"]]] for link in found["links"]]
     return [
         *rows,
         [
             "trainer - rollout",
-            *_cells(found["total"]),
+            *_figures(found["total"]),
             "100.0%" if found["total"]["max"] else "-",
             "the mismatch of a run",
         ],
@@ -40,7 +41,7 @@ def _link_rows(found: dict[str, Any]) -> list[list[str]]:
 
 
 def _noise_rows(found: dict[str, Any]) -> list[list[str]]:
-    return [[name, *_cells(row), "", MEANINGS[name]] for name, row in found["noise"].items()]
+    return [[name, *_figures(row), "", MEANINGS[name]] for name, row in found["noise"].items()]
 
 
 def _judgement_rows(found: dict[str, Any]) -> list[list[str]]:
@@ -59,7 +60,10 @@ def _judgement_rows(found: dict[str, Any]) -> list[list[str]]:
 def _start(found: dict[str, Any]) -> str:
     points = found["points"]
     if points is None:
-        return "not looked for: vLLM runs compiled here; set actor_rollout_ref.rollout.enforce_eager=true to see the layer where it starts"
+        return (
+            "not looked for: vLLM runs compiled here; set actor_rollout_ref.rollout.enforce_eager=true to see the "
+            "layer where it starts"
+        )
     if points["starts"] is None:
         return f"nowhere: all {len(points['curve'])} recorded points are equal to the bit"
     last = next(reversed(points["curve"].values()))
@@ -74,15 +78,15 @@ def _still(found: dict[str, Any]) -> str:
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
-    cells = [header, *rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    lines = [header, *rows]
+    widths = [max(len(row[i]) for row in lines) for i in range(len(header))]
     last = len(header) - 1
     return "\n".join(
         "  ".join(
             c if i == last else c.ljust(w) if i == 0 else c.rjust(w)
             for i, (c, w) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
-        for row in cells
+        for row in lines
     )
 
 
@@ -107,7 +111,8 @@ def certify_text(found: dict[str, Any]) -> str:
         [
             _facts(found),
             _table(_HEADER, [*_link_rows(found), *_noise_rows(found)]),
-            f"weights: {weights['differ']} of {weights['tensors']} tensors held by vLLM with other bytes {' '.join(weights['examples'])}".rstrip()
+            f"weights: {weights['differ']} of {weights['tensors']} tensors held by vLLM with other bytes "
+            f"{' '.join(weights['examples'])}".rstrip()
             + f"\nthe difference starts at: {_start(found)}"
             + _still(found),
             _table(_BANDS, _judgement_rows(found)),
@@ -131,16 +136,16 @@ def certify_page(found: dict[str, Any]) -> str:
         curves = figure(
             "Trainer against rollout inside the model, one sequence", "decoder layer", "relative difference", log=True
         )
-        for index, point in enumerate(POINTS):
-            curve = {int(k.split(".")[1]): v for k, v in found["points"]["curve"].items() if k.endswith(f".{point}")}
-            line(curves, point, list(curve), list(curve.values()), colour_of(index))
+        for index, probe in enumerate(PROBES):
+            curve = {int(k.split(".")[1]): v for k, v in found["points"]["curve"].items() if k.endswith(f".{probe}")}
+            line(curves, probe, list(curve), list(curve.values()), colour_of(index))
         figures.append(curves)
-    sources = [[j["name"], j["source"]] for j in found["judgements"]]
+    sources = table(("figure", "source of its band"), [[j["name"], j["source"]] for j in found["judgements"]], small=1)
     recipe = f'<p class="facts">{html.escape(json.dumps(found["recipe"]))}</p>'
     return page(
         f"Certificate: {found['verdict']}", _facts(found),
         [
-            ("Bands", "", [table(_BANDS, _judgement_rows(found), small=4) + table(("figure", "source of its band"), sources, small=1)]),
+            ("Bands", "", [table(_BANDS, _judgement_rows(found), small=4) + sources]),
             ("The mismatch and its links", f"<p>The difference starts at: {html.escape(_start(found))}</p>",
              [table(_HEADER, [*_link_rows(found), *_noise_rows(found)], small=5), *figures]),
             ("Recipe", recipe, []),

@@ -1,8 +1,8 @@
 """The rollout's half of ``verl-fp8 certify``: a real vLLM engine in a process of its own.
 
-``python -m verl_fp8.tools.mismatch.certify_rollout FOLDER`` reads ``job.json`` and the trainer's weight stream, ``stream.safetensors``, out of
-the folder, and leaves ``result.json``, ``held.safetensors`` (the weights as vLLM holds them, under Hugging Face names) and
-``points.safetensors`` there.
+``python -m verl_fp8.tools.mismatch.certify_rollout FOLDER`` reads ``job.json`` and the trainer's weight stream,
+``stream.safetensors``, out of the folder. It leaves ``result.json``, ``held.safetensors`` (the weights as vLLM holds
+them, under Hugging Face names) and ``probes.safetensors`` there.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _BUCKET = 64
 
 
 def receiver(file: str) -> type:
-    """A class in the place of verl's BucketedWeightReceiver that reads the trainer's stream from a file."""
+    """A stand-in for verl's BucketedWeightReceiver, which reads the trainer's stream from a file."""
 
     class FileReceiver:
         def __init__(self, **kwargs: Any) -> None:
@@ -35,7 +35,7 @@ def receiver(file: str) -> type:
 
         def receive_weights(self, on_bucket_received) -> None:
             with safe_open(file, framework="pt") as stored:
-                names = [*(n for n in stored.keys() if n != MANIFEST), MANIFEST]  # noqa: SIM118 (not a mapping)
+                names = [*(n for n in stored.keys() if n != MANIFEST), MANIFEST]
                 for start in range(0, len(names), _BUCKET):
                     bucket = [(n, stored.get_tensor(n).to(self.device)) for n in names[start : start + _BUCKET]]
                     on_bucket_received(bucket, is_last=start + _BUCKET >= len(names))
@@ -44,7 +44,7 @@ def receiver(file: str) -> type:
 
 
 class CertifyExtension(Fp8WorkerExtension):
-    """The rollout's worker extension; its sync takes the file instead of a socket, and everything else as in a run."""
+    """The rollout's worker extension, whose sync reads a file instead of a socket."""
 
     def certify_sync(self, file: str) -> None:
         """One verified weight sync."""
@@ -74,7 +74,7 @@ class CertifyExtension(Fp8WorkerExtension):
 
 
 def held_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(Hugging Face name, tensor) of every parameter of a vLLM model without tensor parallelism; fused ones are split."""
+    """(Hugging Face name, tensor) of every parameter of a vLLM model; fused ones are split. No tensor parallelism."""
     for prefix, module in model.named_modules():
         names = shard_names(model, prefix)
         for leaf, parameter in module.named_parameters(recurse=False):
@@ -126,7 +126,7 @@ def roll_out(folder: Path) -> None:
     if job["record"]:
         llm.collective_rpc("certify_record")
         scored(sequences[:1])
-        llm.collective_rpc("certify_recorded", args=(str(folder / "points.safetensors"),))
+        llm.collective_rpc("certify_recorded", args=(str(folder / "probes.safetensors"),))
     result = {"answers": answers, "decoded": decoded, "together": together, "again": again}
     (folder / "result.json").write_text(json.dumps(result))
 

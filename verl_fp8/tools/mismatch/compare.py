@@ -1,4 +1,4 @@
-"""Prompts, and the figures by which two forwards of the same tokens are compared."""
+"""The prompts, and how far two forwards of the same tokens are apart."""
 
 from typing import Any
 
@@ -17,7 +17,12 @@ QUESTIONS = (
 
 
 def prompts_of(tokenizer: Any, *, template: bool = True) -> list[list[int]]:
-    """Token ids of a few short questions, through the model's own chat template where it has one and ``template`` is set."""
+    """Token ids of a few short questions.
+
+    Args:
+        tokenizer: of the model.
+        template: ask through the model's own chat template, where it has one.
+    """
     found = []
     for question in QUESTIONS:
         text = question
@@ -28,9 +33,13 @@ def prompts_of(tokenizer: Any, *, template: bool = True) -> list[list[int]]:
     return found
 
 
-def compare(found: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
-    """Mean and largest |difference| of two sets of log-probs of the same tokens, and k3 = mean(r - 1 - log r), r = e^(found -
-    expected): the estimator verl logs as ``rollout_corr/k3_kl``, with ``expected`` as the sampling side."""
+def log_prob_difference(found: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
+    """How far two sets of log-probs of the same tokens are apart.
+
+    Returns:
+        ``mean`` and ``max`` of |found - expected|, and ``k3`` = mean(r - 1 - log r) with r = e^(found - expected). k3 is
+        the estimator that verl logs as ``rollout_corr/k3_kl``; ``expected`` is the side that sampled.
+    """
     difference = (found - expected).double()
     return {
         "mean": float(difference.abs().mean()),
@@ -39,7 +48,7 @@ def compare(found: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
     }
 
 
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+def relative_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     """|found - expected| / |expected|, Frobenius norms in float64."""
     expected = expected.double()
     return float((found.double() - expected).norm() / expected.norm().clamp_min(torch.finfo(torch.float64).tiny))

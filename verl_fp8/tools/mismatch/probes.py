@@ -1,4 +1,4 @@
-"""Values inside a decoder, recorded at the same points of a Hugging Face model and of vLLM's: where do they first differ?"""
+"""Where do trainer and rollout first differ? Probes sit at the same places of a Hugging Face decoder and of vLLM's."""
 
 import contextlib
 import re
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 # Of each decoder layer, in the order of computation.
-POINTS = (
+PROBES = (
     "input_layernorm",
     "qkv",
     "attention",
@@ -32,25 +32,25 @@ _LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.(.+)")
 _ENDS = {"model.embed_tokens": "embed_tokens", "model.norm": "norm"}
 
 
-def order(layers: int) -> list[str]:
-    """All points of a model with so many layers, first computed first."""
-    return ["embed_tokens", *(f"layers.{i}.{point}" for i in range(layers) for point in POINTS), "norm"]
+def probes_in_order(layers: int) -> list[str]:
+    """The probes of a model with so many layers; what is computed first comes first."""
+    return ["embed_tokens", *(f"layers.{i}.{probe}" for i in range(layers) for probe in PROBES), "norm"]
 
 
 @contextlib.contextmanager
 def recording(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """Record one sequence; filled when the context closes: point -> [tokens, width] in bf16 on the CPU.
+    """Record one sequence: probe -> [tokens, width] in bf16 on the CPU. The dict is filled when the context closes.
 
-    Projections that vLLM fuses are concatenated, a prefill in several chunks is put together. Needs a model whose modules
-    are called one by one: eager mode, no CUDA graphs.
+    Projections that vLLM fuses are concatenated, and so are the chunks of a prefill. The model must call its modules
+    one by one: eager mode, no CUDA graphs.
     """
     calls: dict[str, dict[str, list[torch.Tensor]]] = {}
     found: dict[str, torch.Tensor] = {}
 
-    def keep(point: str, module: str):
+    def keep(probe: str, module: str):
         def put(value):
             value = value[0] if isinstance(value, tuple) else value
-            calls.setdefault(point, {}).setdefault(module, []).append(
+            calls.setdefault(probe, {}).setdefault(module, []).append(
                 value.detach().flatten(0, -2).to("cpu", torch.bfloat16, copy=True)
             )
 
@@ -69,5 +69,5 @@ def recording(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
                 put = keep(f"layers.{inside[1]}.{_INPUTS[inside[2]]}", name)
                 stack.callback(module.register_forward_pre_hook(lambda m, args, put=put: put(args)).remove)
         yield found
-    for point, modules in calls.items():
-        found[point] = torch.cat([torch.cat(chunks) for chunks in modules.values()], dim=-1)
+    for probe, modules in calls.items():
+        found[probe] = torch.cat([torch.cat(chunks) for chunks in modules.values()], dim=-1)

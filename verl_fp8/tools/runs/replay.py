@@ -1,8 +1,8 @@
 """``verl-fp8 replay DUMP``: what each correction would have done to the batches of a run.
 
 Reads what ``is_correction.dump`` wrote, file by file, and computes every method on the same log-probs and advantages:
-verl's own methods by verl's own functions, AIS by ours. Memory is that of one batch. :mod:`verl_fp8.tools.runs.figures` says what
-the figures are.
+verl's own methods by verl's own functions, AIS by ours. It holds one batch in memory.
+:mod:`verl_fp8.tools.runs.figures` says what the figures are.
 """
 
 import json
