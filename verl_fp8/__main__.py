@@ -35,7 +35,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     machine = "[--capability MAJOR.MINOR] "
     files = "[--json OUT] [--html OUT] "
-    _add_overrides(commands, "check", _check, machine, "compose and validate a verl command line exactly as the run would",
+    _add_overrides(commands, "check", _check, machine,
+                   "compose and validate a verl command line exactly as the run would",
                    description="Give it everything that follows `python -m verl.trainer.main_ppo`.")  # fmt: skip
     _add_overrides(commands, "explain", _explain, f"[--shell | --json] {machine}",
                    "the raw verl, vLLM and TransformerEngine settings that the switches expand to")  # fmt: skip

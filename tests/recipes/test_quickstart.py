@@ -10,7 +10,7 @@ STAND_IN = '#!/bin/sh\necho python "$@"\nexit 7\n'
 
 @pytest.fixture(scope="module")
 def place(root, tmp_path_factory):
-    """A copy of the recipes in a folder with a space, whose environment is set up and whose python only says its arguments."""
+    """A copy of the recipes in a folder with a space; its environment is set up, its python only says its arguments."""
     place = tmp_path_factory.mktemp("a place")
     shutil.copytree(root / "recipes", place / "recipes")
     shutil.copy(root / "pyproject.toml", place)
@@ -65,7 +65,7 @@ def test_nobodys_folder_is_emptied(place, tmp_path, out):
 
 
 def test_it_runs_from_any_directory(place, tmp_path):
-    """Good arguments reach the stand-in with absolute paths, from a folder with a space and another working directory."""
+    """Good arguments reach the stand-in with absolute paths, whatever the working directory, spaces included."""
     run = quickstart(
         place, "--model=tiny", "--steps", "2", "--out", "mine", "trainer.save_freq=1", "~a.b", cwd=tmp_path
     )

@@ -1,4 +1,4 @@
-"""AIS with its options in a real training run with one scale a tensor in the rollout, its dump, and the dump's replay."""
+"""AIS with its options in a real training run with one scale a tensor in the rollout, its dump, and its replay."""
 
 import json
 import subprocess

@@ -14,6 +14,7 @@ import dataclasses
 import json
 import os
 import sys
+from pathlib import Path
 
 import hosted
 import te_host
@@ -309,6 +310,7 @@ def on_one_rank_without_a_gpu() -> None:
 if __name__ == "__main__":
     te_host.load(sys.argv[1])
     sys.path[:0] = sys.argv[3:]
+    sys.path.append(str(Path(__file__).parents[1]))  # for driver: site-packages has a package `tests` too
     MODELS += json.loads(sys.argv[2])
     on_one_rank_without_a_gpu()
     print(json.dumps(hosted.run(globals(), prefix="check_" if MODELS else "check_core")))

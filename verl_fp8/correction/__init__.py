@@ -1,5 +1,6 @@
 """Importance sampling between trainer and rollout: ``ais`` is the method, ``verls_methods`` are verl's own.
 
-``reweight`` applies one to a batch, ``stage`` hangs it into verl's trainer, ``dump`` writes what ``verl-fp8
-replay`` reads. A new correction goes here. Imports nothing from ``sync``, ``trainer`` or ``rollout``.
+``statistics`` sums a batch for ``ais``, ``reweight`` applies a correction to a batch, ``stage`` hangs it into verl's
+trainer, ``dump`` writes what ``verl-fp8 replay`` reads. A new correction goes here. Imports nothing from ``sync``,
+``trainer`` or ``rollout``.
 """

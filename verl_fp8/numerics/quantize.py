@@ -152,29 +152,20 @@ def quantize(
     scale_inv = torch.empty((-(-height // rows), -(-width // columns)), dtype=torch.float32, device=x.device)
     if x.numel() == 0:
         return QuantizedTensor(data, scale_inv, tuple(block))
-    int_dtype, mask, infinity = _BITS[x.dtype]
+    int_dtype = _BITS[x.dtype][0]
     step = _rows_at_once(x, rows)
     bits_buffer = torch.empty((min(step, height), width), dtype=int_dtype, device=x.device)
     buffer = torch.empty(bits_buffer.shape, dtype=torch.float32, device=x.device)
     for start in range(0, height, step):
         chunk = x[start : start + step].contiguous()
         bits, values = bits_buffer[: chunk.shape[0]], buffer[: chunk.shape[0]]
-        torch.bitwise_and(chunk.view(int_dtype), mask, out=bits)
-        first = start // rows
-        if amax_bits is None:
-            largest = block_max(bits, (rows, columns))
-        else:
-            largest = amax_bits[first : first + -(-chunk.shape[0] // rows)].to(int_dtype)
-        # Only CPUs look: reading a flag back would stall an accelerator (and break CUDA graph capture).
-        suspect = int(largest.max()) >= infinity if check_finite or x.device.type == "cpu" else True
+        here = slice(start // rows, start // rows - (-chunk.shape[0] // rows))
+        given = None if amax_bits is None else amax_bits[here].to(int_dtype)
+        largest, suspect = _largest(chunk, bits, (rows, columns), given, look=check_finite or x.device.type == "cpu")
         if suspect and check_finite:
             raise _not_finite(x)
-        if suspect:
-            bits.masked_fill_(bits > infinity, 0)  # fmaxf, which the TE kernels reduce with, ignores NaN
-            if amax_bits is None:
-                largest = block_max(bits, (rows, columns))
         scale = _scale_of(largest.view(x.dtype).float(), x.dtype, scale_format, eps)
-        torch.reciprocal(scale, out=scale_inv[first : first + scale.shape[0]])
+        torch.reciprocal(scale, out=scale_inv[here])
         values.copy_(chunk)
         scale_(values, scale, (rows, columns))
         if suspect:
@@ -200,6 +191,27 @@ def quantize_activation(x: torch.Tensor, recipe: Recipe, block: tuple[int, int] 
     """
     block = recipe.activation_block if block is None else block
     return quantize(x, block, scale_format=recipe.scale_format, eps=recipe.eps, check_finite=False)
+
+
+def _largest(
+    chunk: torch.Tensor, bits: torch.Tensor, block: tuple[int, int], given: torch.Tensor | None, *, look: bool
+) -> tuple[torch.Tensor, bool]:
+    """(bits of each block's amax without NaN, whether some value may not be finite); ``bits`` is scratch.
+
+    Args:
+        given: bits to take instead of ``chunk``'s own.
+        look: read the largest back. Else anything is suspect: a flag read back would stall an accelerator (and break
+            CUDA graph capture).
+    """
+    int_dtype, mask, infinity = _BITS[chunk.dtype]
+    torch.bitwise_and(chunk.view(int_dtype), mask, out=bits)
+    largest = block_max(bits, block) if given is None else given
+    suspect = int(largest.max()) >= infinity if look else True
+    if suspect:
+        bits.masked_fill_(bits > infinity, 0)  # fmaxf, which the TE kernels reduce with, ignores NaN
+        if given is None:
+            largest = block_max(bits, block)
+    return largest, suspect
 
 
 def _quantize_few(

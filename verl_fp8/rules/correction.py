@@ -45,9 +45,7 @@ _DISTRIBUTION = (
         default="processed_logprobs",
     ),
 )
-_PENALTY = (
-    Key(f"{_ROLLOUT}.repetition_penalty", (1.0,), ": the trainer applies none", "set {path}=1.0", default=1.0),
-)
+_PENALTY = (Key(f"{_ROLLOUT}.repetition_penalty", (1.0,), ": the trainer applies none", "set {path}=1.0", default=1.0),)
 _TRUNCATED = ": the rollout samples from a smaller support than the trainer's"
 _ALLOW = "switch it off, or set is_correction.allow_truncated_support=true"
 _SUPPORT = (

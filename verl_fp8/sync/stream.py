@@ -123,6 +123,12 @@ def outgoing(
             f"no weight for {sorted(pending)[:4]}",
             "report this: the engine and the layer filter disagree",
         )
+    data = _manifest(settings, fp8, checksums)
+    stats.total_bytes += data.nbytes
+    yield MANIFEST, data
+
+
+def _manifest(settings: Fp8Settings, fp8: set[str], checksums: dict[str, str]) -> torch.Tensor:
     manifest = {
         "recipe": settings.recipe.canonical(),
         "layers": digest_of_layers(fp8),
@@ -130,9 +136,7 @@ def outgoing(
         "transport": settings.weight_sync,
         "checksums": checksums,
     }
-    data = torch.frombuffer(bytearray(json.dumps(manifest).encode()), dtype=torch.uint8)
-    stats.total_bytes += data.nbytes
-    yield MANIFEST, data
+    return torch.frombuffer(bytearray(json.dumps(manifest).encode()), dtype=torch.uint8)
 
 
 def _finite(name: str, tensor: torch.Tensor) -> torch.Tensor:

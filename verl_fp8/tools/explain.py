@@ -1,8 +1,8 @@
 """``verl-fp8 explain [--shell | --json] <verl overrides>``: the raw settings that the switches expand to.
 
 No list here says what the groups set. The command line is composed with the switches and without them, vLLM's
-arguments are computed for both, and the two results are compared. Only the reasons are written down (:data:`REASONS`); a
-test asks that every difference has one. ``--capability 9.0`` explains for another machine, as it does for ``check``.
+arguments are computed for both, and the two results are compared. Only the reasons are written down (:data:`REASONS`).
+A test asks that every difference has one. ``--capability 9.0`` explains for another machine, as it does for ``check``.
 """
 
 import contextlib
@@ -42,7 +42,9 @@ REASONS: dict[str, str] = {
     "actor_rollout_ref.*.override_transformer_config.fp8*": (
         "Megatron enters TransformerEngine's autocast in each decoder layer"
     ),
-    "actor_rollout_ref.actor.optim.override_optimizer_config.fp8_recipe": "the distributed optimizer is told the recipe",
+    "actor_rollout_ref.actor.optim.override_optimizer_config.fp8_recipe": (
+        "the distributed optimizer is told the recipe"
+    ),
     "actor_rollout_ref.rollout._target_": "computes vLLM's arguments from the same recipe and list of layers",
     "actor_rollout_ref.*._target_": "checks the whole configuration on the driver; chooses an FP8 actor's engine",
     "actor_rollout_ref.*.strategy": "the FP8 engine is verl's FSDP2 engine",

@@ -117,7 +117,7 @@ SYMBOLS: tuple[Symbol, ...] = (
             "calculate_log_probs",
             "checkpoint_engine", "quantization", "quantization_config_file", "qat"),
     # The doctor.
-    of("tools.doctor.command")(
+    of("tools.doctor.nodes")(
         "verl.trainer.constants_ppo.get_ppo_ray_runtime_env", "looks where a run's workers would be"),
     of("tools.doctor.facts")("vllm.plugins.load_general_plugins", "whether vLLM's processes load our entry point"),
     of("tools.doctor.facts")(

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.wheels import unpacked
-from verl_fp8.tools.doctor.command import gather, source
-from verl_fp8.tools.doctor.diagnosis import DOCKER_SHM, FAIL, OK, WARN, compare, judge
+from verl_fp8.tools.doctor.command import gather_here
+from verl_fp8.tools.doctor.diagnosis import DOCKER_SHM, FAIL, OK, WARN, judge
+from verl_fp8.tools.doctor.nodes import differences_between_nodes
 from verl_fp8.upstream.contract import SYMBOLS, VERSIONS
 
 
@@ -33,7 +34,7 @@ def by(findings, level: str) -> dict[str, dict]:
 @pytest.fixture(scope="module")
 def healthy() -> dict:
     """This machine's facts, gathered once."""
-    return gather(source())
+    return gather_here()
 
 
 def test_this_machine_is_healthy(healthy):
@@ -87,7 +88,7 @@ def test_a_copy_of_verl_without_metadata_is_named(tmp_path):
 
 def gather_with(**environment) -> dict:
     """The facts with other variables, in a process of its own."""
-    code = "import json; from verl_fp8.tools.doctor.command import gather, source; print(json.dumps(gather(source())))"
+    code = "import json; from verl_fp8.tools.doctor.command import gather_here; print(json.dumps(gather_here()))"
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=1800, env={**os.environ, **environment}
     )
@@ -137,21 +138,31 @@ def test_without_ray_an_address_cannot_be_asked(root, tmp_path):
     assert run.returncode == 1 and "so auto cannot be asked" in run.stdout and "Traceback" not in run.stderr
 
 
-def test_a_process_that_dies_costs_only_what_it_had_not_seen():
+@pytest.fixture
+def broken_verl(tmp_path, monkeypatch):
+    """broken_verl(line) puts a package verl first on the path of new processes; importing it runs the line."""
+
+    def put(line: str) -> None:
+        (tmp_path / "verl").mkdir()
+        (tmp_path / "verl" / "__init__.py").write_text(f"import os, time\n{line}\n")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    return put
+
+
+def test_a_process_that_dies_costs_only_what_it_had_not_seen(broken_verl):
     """Facts are printed as they are found: after a crash the rest is still judged, and the crash is a finding."""
-    code = source().replace("def verl() -> dict:", "def verl() -> dict:\n    os.abort()\n\n\ndef unused() -> dict:")
-    facts = gather(code)
+    broken_verl("os.abort()")
+    facts = gather_here()
     assert "torch" in facts and "verl" not in facts and "code -6" in facts["ended"]
     (crash,) = [f for f in judge(facts) if f.what == "looking"]
     assert crash.level == FAIL and "verl" in crash.fix
 
 
-def test_a_process_that_hangs_is_given_up():
+def test_a_process_that_hangs_is_given_up(broken_verl):
     """An import that never returns ends with the time limit."""
-    code = source().replace(
-        "def verl() -> dict:", "def verl() -> dict:\n    time.sleep(1000)\n\n\ndef unused() -> dict:"
-    )
-    facts = gather(code, timeout=20)
+    broken_verl("time.sleep(1000)")
+    facts = gather_here("versions", "verl", timeout=20)
     assert facts["ended"] == "no answer within 20 s" and "versions" in facts
 
 
@@ -187,8 +198,7 @@ def test_leftovers_of_weight_syncs_are_found_and_those_in_use_are_not():
         left.close()
         for name in (used.name, left.name):
             os.utime(f"/dev/shm/{name}", (time.time() - 3600,) * 2)
-        only = "SECTIONS = (shared_memory,)\nmain()\n"
-        stale = gather(source().partition("if __name__ ==")[0] + only)["shared_memory"]["stale"]
+        stale = gather_here("shared_memory")["shared_memory"]["stale"]
         assert left.name in stale and used.name not in stale
         finding = by(judge(shm(1 << 35, stale={left.name: 4096})), WARN)["/dev/shm leftovers"]
         assert "verl_weights_*" in finding["fix"]
@@ -229,10 +239,10 @@ def test_differences_between_nodes_are_findings(healthy):
     here = copy.deepcopy(healthy)
     here["process"]["environment"] |= {"VERL_PLATFORM": "cpu", "NCCL_DEBUG": "INFO"}
     other["process"]["environment"] = {"VERL_MADE_UP": "1"}
-    findings = list(compare(here, {"b": other}))
+    findings = list(differences_between_nodes(here, {"b": other}))
     assert {"transformers", "VERL_PLATFORM"} <= set(by(findings, FAIL)) and "NCCL_DEBUG" in by(findings, WARN)
     assert "runtime_env.env_vars.VERL_PLATFORM=cpu" in by(findings, FAIL)["VERL_PLATFORM"]["fix"]
-    assert list(compare(healthy, {"b": healthy})) == [f for f in compare(healthy, {"b": healthy}) if f.level == OK]
+    assert {f.level for f in differences_between_nodes(healthy, {"b": healthy})} == {OK}
 
 
 @pytest.mark.slow
@@ -266,6 +276,37 @@ print(json.dumps({"findings": [asdict(f) for f in findings], "places": list(plac
     nodes = {where for where, _ in failed}
     assert len(nodes) == 1 and "here" not in nodes
     assert {"VERL_PLATFORM", "VERL_USE_EXTERNAL_PLUGINS", "plugin in verl"} <= {what for _, what in failed}
+
+
+@pytest.mark.slow
+def test_a_node_without_the_package_is_asked_all_the_same(tmp_path):
+    """A real node on which importing verl_fp8 fails: its worker runs the function that it was sent."""
+    (tmp_path / "node" / "verl_fp8").mkdir(parents=True)
+    (tmp_path / "node" / "verl_fp8" / "__init__.py").write_text("raise ImportError('none on this node')\n")
+    code = """
+import json, os, sys
+from ray.cluster_utils import Cluster
+from verl_fp8.tools.doctor.nodes import ask_nodes
+os.environ["PYTHONPATH"] = sys.argv[1]
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+del os.environ["PYTHONPATH"]
+facts = '''
+import json
+try:
+    import verl_fp8
+except ImportError as error:
+    print("verl_fp8-facts " + json.dumps({"section": "verl_fp8", "found": str(error)}))
+'''
+try:
+    (found,) = ask_nodes(cluster.address, facts, "", 300).values()
+finally:
+    cluster.shutdown()
+print(json.dumps(found))
+"""
+    command = ["timeout", "-s", "INT", "-k", "60", "600", sys.executable, "-c", code, str(tmp_path / "node")]
+    run = subprocess.run(command, capture_output=True, text=True, env={**os.environ}, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert json.loads(run.stdout.splitlines()[-1]) == {"verl_fp8": "none on this node"}
 
 
 @pytest.mark.slow

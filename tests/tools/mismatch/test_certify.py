@@ -1,6 +1,5 @@
-"""``verl-fp8 certify`` with the real trainer's model and a real vLLM engine: what it measures is so, and it sees one ulp."""
+"""``verl-fp8 certify`` with the real trainer's model and a real vLLM engine: its figures hold, and it sees one ulp."""
 
-import copy
 import json
 import shutil
 
@@ -10,25 +9,21 @@ import transformers
 
 from verl_fp8.sync.stream import MANIFEST
 from verl_fp8.tools.mismatch.certify import (
-    BANDS,
-    FLOOR_FACTOR,
     NEW_TOKENS,
     Trainer,
     certify_command,
     differing_bytes,
-    judge,
     split,
 )
-from verl_fp8.tools.mismatch.compare import prompts_of
-from verl_fp8.tools.mismatch.probes import order
+from verl_fp8.tools.mismatch.probes import probes_in_order
 from verl_fp8.tools.overrides import compose, validate
 
 
 @pytest.fixture(scope="module")
 def job(root, tiny_model):
     """The overrides of the quickstart's tiny run."""
-    return ["--config-dir", str(root / "recipes"), "--config-name", "quickstart", f"actor_rollout_ref.model.path={tiny_model}",
-            "trainer.resume_mode=disable"]  # fmt: skip
+    return ["--config-dir", str(root / "recipes"), "--config-name", "quickstart",
+            f"actor_rollout_ref.model.path={tiny_model}", "trainer.resume_mode=disable"]  # fmt: skip
 
 
 @pytest.fixture
@@ -52,11 +47,11 @@ def trainer(job, *overrides):
 
 @pytest.mark.slow
 def test_an_exact_run_is_certified_exact(certified):
-    """fp8.exact=true: every log-prob of 192 sampled tokens, every recorded point and every byte of the weights are equal."""
+    """fp8.exact=true: every log-prob of 192 sampled tokens, every probe and every byte of the weights are equal."""
     code, found, page, out = certified("+fp8=unified", "fp8.exact=true")
     assert code == 0 and found["verdict"] == "pass" and "Certificate: pass" in page
     assert found["total"]["max"] == 0.0 and found["tokens"] == 8 * NEW_TOKENS
-    assert found["points"]["starts"] is None and list(found["points"]["curve"]) == order(2)
+    assert found["points"]["starts"] is None and list(found["points"]["curve"]) == probes_in_order(2)
     assert found["weights"]["differ"] == 0 and "equal to the bit" in out
 
 
@@ -74,8 +69,10 @@ def loud_model(tiny_model, tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_run_that_amplifies_is_split_and_warned_of(certified, loud_model):
-    """Beyond the published bands, but no more than the trainer against itself: a warning. The links add up to the mismatch,
-    the weights' is exactly 0, and the first point that differs is named."""
+    """Beyond the published bands, but no more than the trainer against itself: a warning.
+
+    The links add up to the mismatch, the weights' is exactly 0, and the first probe that differs is named.
+    """
     code, found, page, out = certified("+fp8=unified", f"actor_rollout_ref.model.path={loud_model}")
     links = {link["name"]: link for link in found["links"]}
     assert code == 0 and found["verdict"] == "warn" and "Certificate: warn" in page
@@ -84,7 +81,7 @@ def test_a_run_that_amplifies_is_split_and_warned_of(certified, loud_model):
     assert list(links) == ["log-softmax", "weights", "kernels", "rollout noise"]
     assert sum(link["share"] for link in links.values()) == pytest.approx(1)
     assert links["weights"]["max"] == 0.0 and links["kernels"]["max"] > 0 and found["weights"]["differ"] == 0
-    assert found["points"]["starts"] in order(2) and found["points"]["starts"] in out and "kernels" in page
+    assert found["points"]["starts"] in probes_in_order(2) and found["points"]["starts"] in out and "kernels" in page
     assert found["noise"]["trainer again"]["max"] == 0.0
 
 
@@ -110,16 +107,6 @@ def test_one_ulp_is_seen(job):
     assert not torch.equal(before, ours.log_probs(sequences, 60))
 
 
-def test_the_prompts_are_the_models_own(tiny_model):
-    """Through its chat template, ids of its vocabulary."""
-    import transformers
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
-    prompts = prompts_of(tokenizer)
-    assert len(prompts) == 8 and all(0 <= i < len(tokenizer) for p in prompts for i in p)
-    assert all(len(p) > len(q) for p, q in zip(prompts, prompts_of(tokenizer, template=False), strict=True))
-
-
 def test_a_split_adds_up():
     """Shares of the links sum to 1 and weigh each by its part of the whole; a whole of 0 has none."""
     a = torch.tensor([1.0, 2.0]).double()
@@ -128,48 +115,19 @@ def test_a_split_adds_up():
     assert [link["share"] for link in split([("", a), ("x", a)])] == [0.0]
 
 
-def figures(k3: float, floor: float, exact: bool = False, largest: float = 0.0, differ: int = 0, repeat: float = 0.0):
-    """What judge() reads."""
-    quiet = {"mean": 0.0, "max": 0.0, "k3": 0.0}
-    noise = {
-        "trainer again": quiet | {"max": repeat},
-        "trainer in another batch": quiet,
-        "rollout prefill against decode": quiet,
-    }
-    if not exact:
-        noise["trainer with another attention"] = quiet | {"k3": floor}
-    total = {"mean": 0.0, "max": largest, "k3": k3}
-    return {"exact": exact, "total": total, "noise": noise, "weights": {"differ": differ, "tensors": 9}}
-
-
-@pytest.mark.parametrize(
-    ("found", "verdict"),
-    [
-        (figures(0.001, 0.0), "pass"),
-        (figures(0.003, 0.0), "warn"),
-        (figures(0.02, 0.001), "fail"),
-        (figures(0.02, 0.02 / FLOOR_FACTOR), "warn"),  # this model amplifies any rounding that much
-        (figures(float("nan"), 1.0), "fail"),
-        (figures(0.0, 0.0, differ=1), "fail"),
-        (figures(0.0, 0.0, repeat=1e-3), "warn"),
-        (figures(0.0, 0.0, exact=True), "pass"),
-        (figures(0.0, 0.0, exact=True, largest=9.5e-7), "warn"),
-        (figures(0.0, 0.0, exact=True, largest=1e-4), "fail"),
-    ],
-)
-def test_the_bands(found, verdict):
-    """Each figure against its band; the worst decides; the floor excuses a mismatch, never wrong weights."""
-    judged = judge(copy.deepcopy(found))
-    assert max((j["verdict"] for j in judged), key=("pass", "warn", "fail").index) == verdict
-    assert all(j["source"] for j in judged) and all(band.source for band in BANDS.values())
-
-
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
         (["+is_correction=ais"], "+fp8=unified"),
         (["+fp8=unified", "fp8.exact=perhaps"], "fp8.exact"),
-        (["+fp8=rollout", "fp8.recipe.weight_block=[64,64]", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"], "tensor_model_parallel_size"),
+        (
+            [
+                "+fp8=rollout",
+                "fp8.recipe.weight_block=[64,64]",
+                "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+            ],
+            "tensor_model_parallel_size",
+        ),
         (["+fp8=bf16", "fp8.recipe.eps=0.1"], "fp8.recipe.eps"),
         (["+fp8=bf16", "fp8.recipe.exclude=['*.0.*']"], "fp8.recipe.exclude"),
         (["+fp8=bf16", "fp8.weight_sync=bf16"], "fp8.weight_sync"),

@@ -1,8 +1,8 @@
 """``verl-fp8 doctor [--ray ADDRESS] [--json]``: what a machine, or every node of a Ray cluster, lacks for an FP8 run.
 
-:mod:`verl_fp8.tools.doctor.facts` gathers the facts in a process of its own: here, and with an address in a Ray worker of
-every node, started as a run's own workers are. :mod:`verl_fp8.tools.doctor.diagnosis` judges them. All this needs the
-standard library alone: a broken package, or a missing one, is a finding like any other.
+:mod:`verl_fp8.tools.doctor.facts` gathers the facts in a process of its own: here, and with an address in a Ray worker
+of every node, started as a run's own workers are. :mod:`verl_fp8.tools.doctor.diagnosis` judges them. All this needs
+the standard library alone: a broken package, or a missing one, is a finding like any other.
 """
 
 import importlib.util

@@ -1,8 +1,8 @@
 """What one process of a run sees, for :mod:`verl_fp8.tools.doctor.command`.
 
-This source runs as a script in a process of its own, on this machine and in a Ray worker of every node, where it is sent.
-It prints one line of JSON a section. It imports nothing outside the standard library unless a section asks what is there;
-a section that fails, or kills the process, costs only itself.
+This source runs as a script in a process of its own, on this machine and in a Ray worker of every node, where it is
+sent. It prints one line of JSON a section. It imports nothing outside the standard library unless a section asks what
+is there; a section that fails, or kills the process, costs only itself.
 
 Arguments: the pattern of the weight sync's segments (verl_fp8/sync/segments.py), then the names of the sections wanted,
 all if none is named.

@@ -82,11 +82,11 @@ def attribute(model: nn.Module, ids: torch.Tensor, start: int, *, fp8: bool) -> 
         fp8: whether it has FP8 layers.
 
     Returns:
-        ``tokens``, ``layers``, ``all`` (every ordinary cause at once) and ``causes``: name -> meaning, ``acts`` (whether
-        it changes any bit on this machine, whose kernels may not reach a rounding), ``alone`` and, of ordinary causes,
-        ``without``. ``all``, ``alone`` and ``without`` hold mean, max and k3 of the log-prob differences, ``stream``
-        (relative difference after each layer), ``starts`` (first layer with a difference, None without) and ``grows``
-        (layer that adds most).
+        ``tokens``, ``layers``, ``all`` (every ordinary cause at once) and ``causes``: name -> ``meaning``, ``acts``
+        (whether it changes any bit on this machine, whose kernels may not reach a rounding), ``alone`` and, of ordinary
+        causes, ``without``. ``all``, ``alone`` and ``without`` hold mean, max and k3 of the log-prob differences,
+        ``stream`` (relative difference after each layer), ``starts`` (first layer with a difference, None without) and
+        ``grows`` (layer that adds most).
     """
     listed = causes(fp8=fp8)
     ordinary = [c for c in listed if c.ordinary]

@@ -52,7 +52,8 @@ from verl_fp8.tools.overrides import compose, root_cause, take_output_options, v
 NEW_TOKENS = 24
 
 
-# verl/workers/rollout/vllm_rollout/vllm_async_server.py, launch_server: what of the rollout's configuration reaches vLLM.
+# What of the rollout's configuration reaches vLLM: launch_server of
+# verl/workers/rollout/vllm_rollout/vllm_async_server.py.
 _PASSED = (
     "dtype", "max_model_len", "max_num_seqs", "enable_chunked_prefill", "max_num_batched_tokens",
     "enable_prefix_caching", "enforce_eager", "gpu_memory_utilization", "logprobs_mode",
@@ -228,8 +229,8 @@ def split(chain: list[tuple[str, torch.Tensor]]) -> list[dict[str, Any]]:
         chain: (name of the link that ends here, log-probs); the first has no name.
 
     Returns:
-        A dict for each link: ``name``, mean, max and k3 of its difference, and ``share`` = <link, whole> / <whole, whole>;
-        the shares sum to 1 (to 0 where the whole is 0).
+        A dict for each link: ``name``, mean, max and k3 of its difference, and ``share`` = <link, whole> / <whole,
+        whole>; the shares sum to 1 (to 0 where the whole is 0).
     """
     whole = chain[0][1] - chain[-1][1]
     square = float(whole @ whole)

@@ -37,8 +37,8 @@ def log_prob_difference(found: torch.Tensor, expected: torch.Tensor) -> dict[str
     """How far two sets of log-probs of the same tokens are apart.
 
     Returns:
-        ``mean`` and ``max`` of |found - expected|, and ``k3`` = mean(r - 1 - log r) with r = e^(found - expected). k3 is
-        the estimator that verl logs as ``rollout_corr/k3_kl``; ``expected`` is the side that sampled.
+        ``mean`` and ``max`` of |found - expected|, and ``k3`` = mean(r - 1 - log r) with r = e^(found - expected).
+        k3 is the estimator that verl logs as ``rollout_corr/k3_kl``; ``expected`` is the side that sampled.
     """
     difference = (found - expected).double()
     return {

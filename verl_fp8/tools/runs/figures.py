@@ -1,9 +1,9 @@
 """The figures of ``verl-fp8 replay``: what weights do to one batch, and to a whole dump.
 
-All are over valid tokens; with w the weight a method gives a token (0 where it rejects it), rho the untruncated token
+All are over valid tokens. With w the weight a method gives a token (0 where it rejects it), rho the untruncated token
 ratio and A the advantage:
 
-    ess        (sum w)^2 / (n sum w^2)                 1 for equal weights; the median over steps in the summary
+    ess        (sum w)^2 / (n sum w^2)                 1 for equal weights; the table has the median over steps
     bias       sum |w - rho| |A| / sum |A|             distance from the token-level importance-sampling gradient
     variance   sum (w A)^2 / sum A^2                   growth of the gradient's second moment
 
@@ -33,7 +33,14 @@ _LOG_BOUND, _BINS = 20.0, 16001
 
 @dataclass
 class Totals:
-    """What a method did over all steps."""
+    """What a method did over all steps.
+
+    Attributes:
+        n, kept, clipped, zeroed: valid tokens; those not rejected; those truncated; the kept ones of weight 0.
+        weight, bias, second, advantage, advantage_square: sums of w, |w - rho| |A|, (w A)^2, |A| and A^2.
+        largest: weight.
+        histogram: of ln(weight) of the kept tokens.
+    """
 
     n: int = 0
     kept: int = 0
@@ -47,6 +54,21 @@ class Totals:
     advantage_square: float = 0.0
     histogram: torch.Tensor = field(default_factory=lambda: torch.zeros(_BINS, dtype=torch.float64))
 
+    def add(self, sums: dict[str, float], positive: torch.Tensor, **counts: int) -> None:
+        """Add a batch.
+
+        Args:
+            sums: its sums over tokens, by the names of the fields.
+            positive: the kept tokens' weights above 0.
+            counts: n, kept, clipped and zeroed tokens.
+        """
+        added = counts | {name: sums[name] for name in ("weight", "bias", "second", "advantage", "advantage_square")}
+        for name, value in added.items():
+            setattr(self, name, getattr(self, name) + value)
+        if positive.numel():
+            self.histogram += torch.histc(positive.log(), bins=_BINS, min=-_LOG_BOUND, max=_LOG_BOUND).double()
+            self.largest = max(self.largest, positive.max().item())
+
     def quantile(self, q: float) -> float | None:
         """Upper quantile of the kept tokens' weights, to a quarter of a per cent."""
         n = int(self.histogram.sum()) + self.zeroed
@@ -56,14 +78,16 @@ class Totals:
         return math.exp((min(index, _BINS - 1) + 0.5) * 2 * _LOG_BOUND / _BINS - _LOG_BOUND)
 
 
-def measure(
+def batch_figures(
     step: DumpStep, weights: torch.Tensor, kept: torch.Tensor, clip: float | None, totals: Totals
 ) -> dict[str, float | None]:
-    """The figures of one method on one batch (see the module's docstring), added to `totals`.
+    """The figures of one method on one batch (see the module's docstring); also adds them to `totals`.
 
     Args:
-        weights, kept: of :func:`weigh`.
+        step: the batch.
+        weights, kept: of :func:`verl_fp8.tools.runs.replay.weigh`.
         clip: the method's upper truncation, None without one.
+        totals: of the method.
     """
     mask = step.tensors["response_mask"].bool()
     n, n_kept = int(mask.sum()), int(kept.sum())
@@ -90,17 +114,7 @@ def measure(
     of_kept = weights[kept]
     positive = of_kept[of_kept > 0]
     zeroed = n_kept - positive.numel()
-    totals.n, totals.kept, totals.clipped, totals.zeroed = (
-        totals.n + n,
-        totals.kept + n_kept,
-        totals.clipped + clipped,
-        totals.zeroed + zeroed,
-    )
-    for name in ("weight", "bias", "second", "advantage", "advantage_square"):
-        setattr(totals, name, getattr(totals, name) + sums[name])
-    if positive.numel():
-        totals.histogram += torch.histc(positive.log(), bins=_BINS, min=-_LOG_BOUND, max=_LOG_BOUND).double()
-        totals.largest = max(totals.largest, positive.max().item())
+    totals.add(sums, positive, n=n, kept=n_kept, clipped=clipped, zeroed=zeroed)
     top = of_kept.topk(n_kept // 100 + 1).values if n_kept else of_kept
     at = lambda rank: top[rank].item() if n_kept else None
     return {
@@ -116,9 +130,13 @@ def measure(
     }
 
 
-def mismatch(step: DumpStep) -> dict[str, float | None]:
-    """The difference of the two log-probs d (nats) over one batch: mean |d| and its tail, and the estimators k1 (mean
-    of -d) and k3 (mean of exp(d) - d - 1) of KL(rollout || trainer)."""
+def mismatch_figures(step: DumpStep) -> dict[str, float | None]:
+    """How far trainer and rollout are apart on one batch; d is the difference of their log-probs, in nats.
+
+    Returns:
+        The mean of |d| and its tail; k1 = mean(-d) and k3 = mean(exp(d) - d - 1), estimators of KL(rollout || trainer);
+        how many tokens and responses; the mean score. Nothing if no token is valid.
+    """
     mask = step.tensors["response_mask"].bool()
     d = (step.tensors["old_log_probs"] - step.tensors["rollout_log_probs"])[mask]
     n = d.numel()
@@ -211,7 +229,7 @@ def add_profiles(step: DumpStep, by_position: Profile, by_length: Profile) -> No
         by_length.add(lengths[rows], d, a)
 
 
-def coarse(histograms: dict[str, torch.Tensor], bins: int = 81) -> dict[str, Any]:
+def coarse_histograms(histograms: dict[str, torch.Tensor], bins: int = 81) -> dict[str, Any]:
     """The weights' distributions for a plot, in bins of equal ratio that cover them all: ``weight``, the bins' edges,
     and ``tokens``, the counts of each method."""
     log = torch.linspace(-_LOG_BOUND, _LOG_BOUND, _BINS + 1, dtype=torch.float64)[:-1] + _LOG_BOUND / _BINS
@@ -223,8 +241,13 @@ def coarse(histograms: dict[str, torch.Tensor], bins: int = 81) -> dict[str, Any
     return {"weight": torch.linspace(-reach, reach, bins + 1).exp().tolist(), "tokens": counts}
 
 
-def summary(totals: Totals, steps: list[dict[str, Any]]) -> dict[str, float | None]:
-    """A method's row of the table: pooled over all tokens of all steps; ess and alpha are medians over the steps."""
+def run_figures(totals: Totals, steps: list[dict[str, Any]]) -> dict[str, float | None]:
+    """A method's figures for the whole dump, pooled over the tokens of all steps. ess and alpha are medians over steps.
+
+    Args:
+        totals: what :func:`batch_figures` added up.
+        steps: the figures of each batch.
+    """
     n = max(1, totals.n)
     median = lambda key: statistics.median(v) if (v := [s[key] for s in steps if s.get(key) is not None]) else None
     return {
@@ -241,7 +264,7 @@ def summary(totals: Totals, steps: list[dict[str, Any]]) -> dict[str, float | No
     }
 
 
-# Column of the table -> key of a method's summary, format.
+# Column of the table -> key of run_figures, format.
 COLUMNS = {
     "ESS": ("ess", ".4f"),
     "mean w": ("weight_mean", ".4f"),
@@ -256,6 +279,6 @@ COLUMNS = {
 }
 
 
-def cells(summary: dict[str, Any]) -> list[str]:
-    """A method's row of the table, formatted."""
-    return ["-" if summary[key] is None else format(summary[key], spec) for key, spec in COLUMNS.values()]
+def table_row(figures: dict[str, Any]) -> list[str]:
+    """A method's row of the table: its :func:`run_figures`, formatted, in the order of :data:`COLUMNS`."""
+    return ["-" if figures[key] is None else format(figures[key], spec) for key, spec in COLUMNS.values()]

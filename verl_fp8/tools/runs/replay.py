@@ -17,6 +17,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+import verl_fp8
 from verl_fp8.correction.ais import ais_weights
 from verl_fp8.correction.dump import DumpStep, files, read_header, read_step
 from verl_fp8.correction.reweight import AISState, ais_config
@@ -28,14 +29,14 @@ from verl_fp8.tools.runs.figures import (
     Profile,
     Totals,
     add_profiles,
-    cells,
-    coarse,
-    measure,
-    mismatch,
-    summary,
+    batch_figures,
+    coarse_histograms,
+    mismatch_figures,
+    run_figures,
+    table_row,
 )
 
-SCHEMA = "verl_fp8.tools.runs.replay/1"
+SCHEMA = "verl_fp8.replay/1"
 
 # Elements of the padded blocks handed to verl's functions, which make some ten float32 temporaries of them.
 _BLOCK = 1 << 20
@@ -53,7 +54,7 @@ def methods(overrides: list[str], own: dict[str, Any] | None = None) -> dict[str
     """
     nodes = {"none": {"method": "none"}}
     for method in [m for m in METHOD_KEYS if m not in ("none", "ais")] + ["ais"]:
-        path = Path(__file__).parent / "conf" / "is_correction" / f"{method}.yaml"
+        path = Path(verl_fp8.__file__).parent / "conf" / "is_correction" / f"{method}.yaml"
         nodes[method] = OmegaConf.to_container(OmegaConf.load(path).is_correction)
     if own is not None:
         method = CorrectionSettings.parse(own).method
@@ -158,7 +159,7 @@ def replay(paths: list[Path], overrides: list[str], watch: Iterator[Path] | None
         watch: iterates over `paths` too, and may show progress.
 
     Returns:
-        A JSON-serialisable dict: ``run``, ``methods`` (label parameters and summary of each), ``steps``,
+        A JSON-serialisable dict: ``run``, ``methods`` (parameters and :func:`run_figures` of each), ``steps``,
         ``by_position``, ``by_length``, ``weight_histogram``.
 
     Raises:
@@ -179,11 +180,11 @@ def replay(paths: list[Path], overrides: list[str], watch: Iterator[Path] | None
                 f"the dump file {path}", f"run {step.metadata['run']}, not {header['run']}", "keep one run to a folder"
             )
         rejected = max(rejected, float(step.metadata.get("rejected_fraction", 0.0)))
-        record: dict[str, Any] = {"step": step.step, "mismatch": mismatch(step), "methods": {}}
+        record: dict[str, Any] = {"step": step.step, "mismatch": mismatch_figures(step), "methods": {}}
         for name, settings in compared.items():
             weights, kept, metrics = weigh(step, settings, states[name])
             clip = None if settings.method == "ais" else settings.parameters.get("clip")
-            figures = measure(step, weights, kept, clip, totals[name])
+            figures = batch_figures(step, weights, kept, clip, totals[name])
             if "ais/clip_fraction" in metrics:  # AIS truncates the ratio, not the weight
                 figures["clip_fraction"] = metrics["ais/clip_fraction"]
                 totals[name].clipped += round(metrics["ais/clip_fraction"] * metrics["ais/n_tokens"])
@@ -200,13 +201,13 @@ def replay(paths: list[Path], overrides: list[str], watch: Iterator[Path] | None
             "rejected_fraction": rejected,
         },
         "methods": {
-            name: {"parameters": dict(s.parameters), **summary(totals[name], [r["methods"][name] for r in steps])}
+            name: {"parameters": dict(s.parameters), **run_figures(totals[name], [r["methods"][name] for r in steps])}
             for name, s in compared.items()
         },
         "steps": steps,
         "by_position": by_position.bins(edges(by_position.sums.shape[1], equal=64)),
         "by_length": by_length.bins(edges(by_length.sums.shape[1])),
-        "weight_histogram": coarse({name: t.histogram for name, t in totals.items()}),
+        "weight_histogram": coarse_histograms({name: t.histogram for name, t in totals.items()}),
     }
 
 
@@ -251,5 +252,5 @@ def print_table(found: dict[str, Any]) -> None:
     for name in COLUMNS:
         view.add_column(name, justify="right")
     for name, row in found["methods"].items():
-        view.add_row(name, *cells(row))
+        view.add_row(name, *table_row(row))
     Console(width=130).print(view)

@@ -6,7 +6,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from verl_fp8.tools.page import LABELS, colour_of, definitions, figure, line, page, table
-from verl_fp8.tools.runs.figures import COLUMNS, cells
+from verl_fp8.tools.runs.figures import COLUMNS, table_row
 
 _COLOUR = {name: colour_of(i) for i, name in enumerate(LABELS)}
 
@@ -20,6 +20,12 @@ _PARTS = {
     "alpha_var": {"colour": colour_of(4), "width": 2},
     "alpha": {"colour": colour_of(7), "width": 2, "dash": "dash"},
 }
+
+# Methods that reject tokens or do nothing: the weights they leave are all 1.
+_ALL_ONE = ("none", "geo_rs", "k3_rs")
+
+# Heading, introduction as HTML, and figures or ready HTML.
+Section = tuple[str, str, list[go.Figure | str]]
 
 _COLUMN_MEANINGS = {
     "ESS": "effective sample size, share of the batch; median over batches",
@@ -52,9 +58,21 @@ def _facts(found: dict[str, Any]) -> str:
     )
 
 
-def _sections(found: dict[str, Any]):
-    steps, methods = found["steps"], found["methods"]
-    x = [s["step"] for s in steps]
+def _sections(found: dict[str, Any]) -> list[Section]:
+    profile = "<p>alpha as it would be if the tokens of a bin were a batch of their own, over the whole dump.</p>"
+    return [
+        _methods(found),
+        _bias_and_variance(found),
+        _weights(found),
+        _mismatch(found),
+        _alphas(found),
+        ("By position in the response", profile, _profile(found["by_position"], "token position")),
+        ("By length of the response", profile, _profile(found["by_length"], "response length, tokens")),
+    ]
+
+
+def _methods(found: dict[str, Any]) -> Section:
+    """The table."""
     note = ""
     if found["run"]["rejected_fraction"] > 0:
         note = (
@@ -62,26 +80,49 @@ def _sections(found: dict[str, Any]):
             "they are not in the dump, so every method is compared on the tokens the run kept. "
             "Dump under none, ais or tis to compare on all of them.</p>"
         )
-    rows = [[LABELS[name], *cells(row), _parameters(row)] for name, row in methods.items()]
-    summary = table(["method", *COLUMNS, "parameters"], rows, small=len(COLUMNS) + 1)
-    yield "Methods", note, [summary + definitions(_COLUMN_MEANINGS)]
+    rows = [[LABELS[name], *table_row(row), _parameters(row)] for name, row in found["methods"].items()]
+    methods = table(["method", *COLUMNS, "parameters"], rows, small=len(COLUMNS) + 1)
+    return "Methods", note, [methods + definitions(_COLUMN_MEANINGS)]
 
-    def by_method(
-        title: str, key: str, y: str, *, least: float | None = None, skip: tuple[str, ...] = (), **style: bool
-    ) -> go.Figure:
-        out = figure(title, "step", y, **style)
-        for name in methods:
-            if name not in skip:
-                values = [s["methods"][name].get(key) for s in steps]
-                if least is not None:
-                    values = [None if v is None else max(v, least) for v in values]
-                line(out, LABELS[name], x, values, _COLOUR[name])
-        return out
 
+def _by_method(
+    found: dict[str, Any],
+    title: str,
+    key: str,
+    y: str,
+    *,
+    least: float | None = None,
+    skip: tuple[str, ...] = (),
+    **style: bool,
+) -> go.Figure:
+    """A figure of every step: one line a method.
+
+    Args:
+        key: of the methods' figures.
+        y: the axis.
+        least: what a smaller value is drawn at.
+        skip: methods to leave out.
+        style: of :func:`verl_fp8.tools.page.figure`.
+    """
+    out = figure(title, "step", y, **style)
+    for name in found["methods"]:
+        if name not in skip:
+            values = [s["methods"][name].get(key) for s in found["steps"]]
+            if least is not None:
+                values = [None if v is None else max(v, least) for v in values]
+            line(out, LABELS[name], _step_numbers(found), values, _COLOUR[name])
+    return out
+
+
+def _step_numbers(found: dict[str, Any]) -> list[int]:
+    return [s["step"] for s in found["steps"]]
+
+
+def _bias_and_variance(found: dict[str, Any]) -> Section:
     plane = figure("Bias against variance, whole dump", "variance (1 = no growth)", "bias", log=True)
     plane.update_layout(hovermode="closest")
     plane.update_xaxes(type="log")
-    for name, row in methods.items():
+    for name, row in found["methods"].items():
         if row["bias"] is not None:
             plane.add_scatter(
                 x=[row["variance"]],
@@ -94,52 +135,39 @@ def _sections(found: dict[str, Any]):
         "<p>Closer to the lower left is better on both counts; both are proxies (see the table's legend). "
         f"A bias below {_LEAST_BIAS:g} is drawn there.</p>"
     )
-    biases = by_method("Bias by step", "bias", "bias", log=True, least=_LEAST_BIAS)
-    yield (
-        "Bias and variance",
-        text,
-        [
-            plane,
-            biases,
-            by_method("Variance by step", "variance", "variance"),
-            by_method("Effective sample size by step", "ess", "share of the batch"),
-        ],
-    )
+    by_step = [
+        _by_method(found, "Bias by step", "bias", "bias", log=True, least=_LEAST_BIAS),
+        _by_method(found, "Variance by step", "variance", "variance"),
+        _by_method(found, "Effective sample size by step", "ess", "share of the batch"),
+    ]
+    return "Bias and variance", text, [plane, *by_step]
 
+
+def _weights(found: dict[str, Any]) -> Section:
     histogram = figure("Weights of the kept tokens", "weight", "share of tokens", log=True)
     histogram.update_xaxes(type="log")
     edges = found["weight_histogram"]["weight"]
     middle = [(low * high) ** 0.5 for low, high in itertools.pairwise(edges)]
     for name, tokens in found["weight_histogram"]["tokens"].items():
         total = sum(tokens) or 1.0
-        if name not in ("none", "geo_rs", "k3_rs"):  # all 1
+        if name not in _ALL_ONE:
             line(histogram, LABELS[name], middle, [t / total for t in tokens], _COLOUR[name])
     text = "<p>Rejected tokens and tokens of weight 0 are in the last two plots, not in the first three.</p>"
-    yield (
-        "Weights",
-        text,
-        [
-            histogram,
-            by_method("99.9th percentile of the weights", "weight_p999", "weight"),
-            by_method("Largest weight", "weight_max", "weight"),
-            by_method(
-                "Truncated or zeroed tokens",
-                "clip_fraction",
-                "share of valid tokens",
-                percent=True,
-                skip=("none", "geo_rs", "k3_rs"),
-            ),
-            by_method(
-                "Rejected tokens",
-                "rejected_fraction",
-                "share of valid tokens",
-                percent=True,
-                skip=("none", "tis", "tis_seq", "icepop", "ais", "ais_auto"),
-            ),
-            _signs(x, steps),
-        ],
-    )
+    share = "share of valid tokens"
+    keep_all = ("none", "tis", "tis_seq", "icepop", "ais", "ais_auto")
+    figures = [
+        histogram,
+        _by_method(found, "99.9th percentile of the weights", "weight_p999", "weight"),
+        _by_method(found, "Largest weight", "weight_max", "weight"),
+        _by_method(found, "Truncated or zeroed tokens", "clip_fraction", share, percent=True, skip=_ALL_ONE),
+        _by_method(found, "Rejected tokens", "rejected_fraction", share, percent=True, skip=keep_all),
+        _signs(_step_numbers(found), found["steps"]),
+    ]
+    return "Weights", text, figures
 
+
+def _mismatch(found: dict[str, Any]) -> Section:
+    x, steps = _step_numbers(found), found["steps"]
     gap = figure("|log-prob difference|, trainer and rollout", "step", "nats", log=True)
     for i, (key, label) in enumerate({"mean_abs": "mean", "p99": "p99", "p999": "p99.9", "max": "largest"}.items()):
         line(gap, label, x, [s["mismatch"].get(key) for s in steps], colour_of((1, 5, 3, 7)[i]))
@@ -147,17 +175,16 @@ def _sections(found: dict[str, Any]):
     line(kl, "k3", x, [s["mismatch"].get("k3") for s in steps], colour_of(1))
     score = figure("Mean score of the responses", "step", "score")
     line(score, "score", x, [s["mismatch"].get("score_mean") for s in steps], colour_of(5))
-    yield "Mismatch over the run", "", [gap, kl, score]
+    return "Mismatch over the run", "", [gap, kl, score]
 
+
+def _alphas(found: dict[str, Any]) -> Section:
+    x, steps = _step_numbers(found), found["steps"]
     text = (
         "<p>alpha = clip(alpha_ess - beta_var * alpha_var, 0, 1) * alpha_mis: "
         "can the weights be trusted, do they inflate the gradient, is a correction needed.</p>"
     )
-    yield "AIS: alpha and its three parts", text, [_alpha(x, steps, "ais"), _alpha(x, steps, "ais_auto")]
-
-    text = "<p>alpha as it would be if the tokens of a bin were a batch of their own, over the whole dump.</p>"
-    yield "By position in the response", text, _profile(found["by_position"], "token position")
-    yield "By length of the response", text, _profile(found["by_length"], "response length, tokens")
+    return "AIS: alpha and its three parts", text, [_alpha(x, steps, "ais"), _alpha(x, steps, "ais_auto")]
 
 
 def _parameters(row: dict[str, Any]) -> str:

@@ -1,5 +1,7 @@
-"""``verl-fp8 report RUN...``: what runs did, from verl's own logs (``trainer.logger`` file or tensorboard), side by
-side."""
+"""``verl-fp8 report RUN...``: what runs did, side by side.
+
+The figures come from verl's own logs: ``trainer.logger`` file or tensorboard.
+"""
 
 import json
 import math
@@ -97,7 +99,7 @@ def load(run: Path) -> list[dict[str, float]]:
 def _jsonl(path: Path) -> list[dict[str, float]]:
     text = path.read_text(errors="replace")
     lines = text.split("\n")
-    # A run that is still writing may have left half a line at the end; verl ends every line it has finished.
+    # A run that is still writing may have left half a line at the end. verl ends every finished line.
     lines.pop()
     steps = []
     for number, line in enumerate(lines, start=1):
@@ -128,14 +130,12 @@ def _tensorboard(path: Path) -> list[dict[str, float]]:
 
 def series(steps: list[dict[str, float]], metric: str) -> tuple[list[int], list[float]]:
     """The steps that have a finite value of a metric, and the values."""
-    points = [
-        (s["step"], s[metric]) for s in steps if isinstance(s.get(metric), int | float) and math.isfinite(s[metric])
-    ]
-    return [step for step, _ in points], [float(value) for _, value in points]
+    having = [s for s in steps if isinstance(s.get(metric), int | float) and math.isfinite(s[metric])]
+    return [s["step"] for s in having], [float(s[metric]) for s in having]
 
 
 def reduce(steps: list[dict[str, float]], metric: str, how: str) -> float | None:
-    """One number of a run's metric; None if the run has it not."""
+    """One number for a run's metric: its ``first``, ``last``, ``max``, ``median`` or ``mean``; None without a value."""
     _, values = series(steps, metric)
     if not values:
         return None
@@ -149,7 +149,7 @@ def reduce(steps: list[dict[str, float]], metric: str, how: str) -> float | None
 
 
 def converted_line(run: Path) -> str | None:
-    """The "converted N of M" line of the run's log."""
+    """``N of M``, the layers in FP8, as ``train.log`` beside the metrics has it; None if it does not."""
     log = run / "train.log"
     if not log.exists():
         return None
@@ -160,7 +160,12 @@ def converted_line(run: Path) -> str | None:
 def table(
     runs: Mapping[str, list[dict[str, float]]], folders: Mapping[str, Path]
 ) -> dict[str, dict[str, float | str | None]]:
-    """run name -> label -> value."""
+    """run's name -> label of :data:`ROWS` -> value.
+
+    Args:
+        runs: name -> steps, of :func:`load`.
+        folders: name -> where its log is.
+    """
     out = {}
     for name, steps in runs.items():
         values: dict[str, float | str | None] = {
@@ -173,7 +178,7 @@ def table(
 
 
 def formatted(found: Mapping[str, dict[str, float | str | None]]) -> list[list[str]]:
-    """The rows of the table that some run has a value for: label, then a cell a run."""
+    """The rows of the printed table: a label, then a value for each run. A row without any value is left out."""
     formats = {label: spec for label, (_, _, spec) in ROWS.items()}
     rows = []
     for label in ("steps", "FP8 linear layers", *ROWS):
@@ -192,7 +197,12 @@ def formatted(found: Mapping[str, dict[str, float | str | None]]) -> list[list[s
 
 
 def report_page(runs: Mapping[str, list[dict[str, float]]], rows: list[list[str]]) -> str:
-    """The page: the table, and every chart that some run has the metric for."""
+    """The HTML page: the table, and a chart for each metric of :data:`CHARTS` that a run has.
+
+    Args:
+        runs: name -> steps.
+        rows: of :func:`formatted`.
+    """
     from verl_fp8.tools.page import colour_of_run, figure, line, page
     from verl_fp8.tools.page import table as html_table
 
@@ -215,7 +225,7 @@ def report_page(runs: Mapping[str, list[dict[str, float]]], rows: list[list[str]
 
 
 def report_command(paths: list[str], *, as_json: bool = False, html_path: str | None = None) -> int:
-    """Print the table and write the page; exit code 2 with one sentence if a run cannot be read."""
+    """Print the table, or JSON, and write the page. Exit code 0, or 2 and one sentence if a run cannot be read."""
     names = _names(paths)
     try:
         runs = {name: load(Path(path)) for name, path in zip(names, paths, strict=True)}
