@@ -17,7 +17,7 @@ from verl_fp8.numerics import exact
 from verl_fp8.numerics.linear import gemm
 from verl_fp8.numerics.quantize import QuantizedTensor, quantize_activation
 from verl_fp8.numerics.recipe import Recipe, scales_over
-from verl_fp8.rollout import experts_cpu
+from verl_fp8.rollout import derived, experts_cpu
 from verl_fp8.rollout.arguments import METHOD
 from verl_fp8.rollout.serving import DEQUANTIZED
 from verl_fp8.switches.settings import settings_of
@@ -43,6 +43,7 @@ def install_linear_cpu() -> None:
     if not isinstance(utils.dispatch_cpu_unquantized_gemm, wrapt.FunctionWrapper) and not patched.carries(utils, name):
         wrapt.wrap_function_wrapper(utils, name, _live_weight)
     experts_cpu.install_experts_cpu()
+    derived.keep_plain_mla()
 
 
 def _live_weight(wrapped, instance, args, kwargs):
@@ -83,7 +84,7 @@ def w8a8(
     Args:
         layer: holds ``weight`` (codes [N, K]), ``weight_scale_inv``, and ``logical_widths``, the rows of its fused
             parts.
-        x: [..., K]. A whole side of ``recipe.activation_block`` is what this rank has of it: with tensor parallelism a
+        x: [..., K], this rank's part. A per-token or per-tensor scale covers that part only: with tensor parallelism a
             row-parallel layer's scale is over its own columns.
         accumulate: see :func:`verl_fp8.numerics.linear.gemm`.
 
@@ -102,7 +103,7 @@ def w8a8(
 
 
 def _dequantized(layer: torch.nn.Module, recipe: Recipe, dtype: torch.dtype) -> torch.Tensor:
-    """[N, K]; a block that is a whole side ends where its part of a fused layer ends."""
+    """[N, K]; a per-tensor scale covers one part of a fused layer."""
     widths = layer.logical_widths
     scales = layer.weight_scale_inv.data.split([scales_over(width, recipe.weight_block[0]) for width in widths])
     parts = [

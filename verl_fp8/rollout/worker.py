@@ -17,6 +17,7 @@ must drop them at the end of this one.
 """
 
 import torch
+from verl.utils.vllm.vllm_quant_utils import is_quantized_model
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from verl_fp8.errors import SyncError
@@ -25,6 +26,7 @@ from verl_fp8.layers.shapes import PROJECTIONS
 from verl_fp8.numerics.linear import fp8_linear_forward
 from verl_fp8.numerics.quantize import QuantizedTensor
 from verl_fp8.numerics.recipe import Recipe, scales_over
+from verl_fp8.rollout import derived
 from verl_fp8.rollout.serving import DEQUANTIZED
 from verl_fp8.switches.hardware import probe
 from verl_fp8.switches.settings import settings_of
@@ -161,6 +163,8 @@ class Fp8WorkerExtension(vLLMColocateWorkerExtension):
                 "an FP8 rollout", "a vLLM started without the fp8 group", "select +fp8=unified or +fp8=rollout"
             )
         model = self.model_runner.model
+        derived.refuse(model)
+        derived.open_packed(model)
         self._fp8_modules = fp8_modules(model)
         if probe().capability is not None:
             from verl_fp8.rollout import experts_gpu
@@ -187,6 +191,9 @@ class Fp8WorkerExtension(vLLMColocateWorkerExtension):
         for module in self._fp8_modules.values():
             _kernel(module).__dict__.pop(DEQUANTIZED, None)
             module.__dict__.pop(DEQUANTIZED, None)
+        model, config = self.model_runner.model, self.model_runner.vllm_config
+        derived.rebuild(model, config.model_config.dtype, experts=is_quantized_model(config))
+        derived.probe(model)
         for prefix, expected in self._fp8_probes.items():
             probe_experts(prefix, self._fp8_modules[prefix], self._fp8_incoming.settings.recipe, expected)
         self._fp8_probes = {}

@@ -55,6 +55,7 @@ _config, _check, _engine, _cpu, _stage = (
 _adapter, _rollout, _vllm_cpu, _exact = (
     of(name) for name in ("sync.sender", "rollout.worker", "rollout.linear_cpu", "rollout.exact")
 )
+_derived = of("rollout.derived")
 _corrections, _reweight = of("correction.verls_methods"), of("correction.reweight")
 _replay, _moe = of("tools.runs.replay"), of("rollout.experts_cpu")
 _kernel, _serving = of("rollout.linear_cpu", "rollout.linear_gpu"), of("rollout.serving")
@@ -192,6 +193,33 @@ SYMBOLS: tuple[Symbol, ...] = (
     _rollout("vllm.model_executor.layers.quantization.fp8.Fp8MoEMethod", "recognises FP8 experts", bare=True,
              attributes=("block_quant", "moe_kernel")),
     _rollout("vllm.distributed.get_tensor_model_parallel_rank", "which shard a worker holds"),
+    # What vLLM derives after loading.
+    _derived("vllm.model_executor.layers.attention.MLAAttention", "decodes with weights made from kv_b_proj", bare=True,
+             attributes=("kv_b_proj", "kv_lora_rank", "num_heads", "qk_nope_head_dim", "v_head_dim", "W_UK_T", "W_UV",
+                         "is_amx_bmm_enabled", "impl")),
+    _derived("vllm.model_executor.layers.attention.MLAAttention.process_weights_after_loading", "makes them",
+             "act_dtype"),
+    _derived("vllm.model_executor.layers.attention.MLAAttention._v_up_proj", "probed: the product with W_UV", "x",
+             "out"),
+    _derived("vllm.model_executor.layers.attention.Attention.process_weights_after_loading", "asks the backend",
+             "act_dtype"),
+    _derived("vllm.model_executor.layers.attention.MMEncoderAttention.process_weights_after_loading", "no weights",
+             "act_dtype"),
+    _derived(f"{_MOE}.unquantized_fused_moe_method.UnquantizedFusedMoEMethod.process_weights_after_loading",
+             "experts in the kernel's layout", "layer"),
+    _derived(f"{_LAYERS}.linear.UnquantizedLinearMethod", "makes nothing that ours does not replace", bare=True),
+    _derived(f"{_LAYERS}.vocab_parallel_embedding.UnquantizedEmbeddingMethod", "makes nothing", bare=True),
+    _derived(f"{_LAYERS}.quantization.base_config.QuantizeMethodBase.process_weights_after_loading", "makes nothing",
+             "layer"),
+    _derived(f"{_LAYERS}.quantization.kv_cache.BaseKVCacheMethod", "scales of the cache, not of weights", bare=True),
+    _derived(f"{_LAYERS}.quantization.fp8.Fp8LinearMethod", "staged by verl", bare=True),
+    _derived(f"{_LAYERS}.quantization.fp8.Fp8MoEMethod", "staged by verl", bare=True),
+    _derived("vllm.platforms.cpu.CpuPlatform.check_and_update_config", "wrapped: no packed MLA", "vllm_config"),
+    _derived("vllm.v1.attention.backends.registry.AttentionBackendEnum.CPU_MLA", "leaves kv_b_proj as it is",
+             bare=True),
+    _rollout("verl.utils.vllm.vllm_quant_utils.is_quantized_model", "whether verl calls the hooks", "vllm_config"),
+    _derived("vllm._custom_ops.causal_conv1d_weight_pack", "the layout of a packed convolution", "weight"),
+    _derived("vllm.distributed.parallel_state.get_dcp_group", "whose heads of a gathered W_UK are this rank's"),
     # The certificate.
     of("tools.mismatch.certify")(
         "verl.utils.torch_functional.logprobs_from_logits", "log-probs as the trainer takes them", "logits",
