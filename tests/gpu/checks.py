@@ -1,4 +1,4 @@
-"""Bits and errors: quantisers against numerics.py, products against float64, layers against the reference layer."""
+"""Bits and errors: quantisers against our reference, products against float64, layers against the reference layer."""
 
 import importlib.metadata
 import platform
@@ -26,7 +26,7 @@ def machine(values: dict) -> None:
 
 
 def triton_quantizer(values: dict) -> None:
-    """Triton quantiser: codes and scales are numerics.py's, bit for bit."""
+    """Triton quantiser: codes and scales are our reference's, bit for bit."""
     need("triton")
     if not GPU and not common.INTERPRETED:
         raise Skip("no CUDA GPU (TRITON_INTERPRET=1 runs it interpreted)")
@@ -153,7 +153,7 @@ def te_backend(values: dict) -> None:
 
 
 def te_codes(values: dict) -> None:
-    """TransformerEngine's quantiser: codes and scales are numerics.py's, for weights, activations and gradients."""
+    """TransformerEngine's quantiser: codes and scales are our reference's, for weights, activations and gradients."""
     need_gpu()
     need("transformer_engine")
     from transformer_engine.pytorch.constants import DType
@@ -181,7 +181,7 @@ def te_codes(values: dict) -> None:
 
 
 def vllm_codes(values: dict) -> None:
-    """vLLM's stock activation quantisers against numerics.py: pow2 must be equal, fp32 shows why it is replaced."""
+    """vLLM's stock activation quantisers against our reference: pow2 must be equal, fp32 shows why it is replaced."""
     need_gpu()
     need("vllm")
     from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8

@@ -97,7 +97,7 @@ def speed(values: dict) -> None:
 
 
 def vllm_quantizers(values: dict) -> None:
-    """vLLM's quantisers of experts, as verl_fp8 wraps them: codes and scales are numerics.py's."""
+    """vLLM's quantisers of experts, as verl_fp8 wraps them: codes and scales are our reference's."""
     need_gpu()
     need("vllm")
     from vllm import _custom_ops

@@ -1,9 +1,8 @@
-"""What each value of ``is_correction`` means: for verl's own methods verl's settings, for AIS what the stage computes.
+"""AIS over a trainer's batch: what lies between the mathematics (:mod:`verl_fp8.correction.ais`) and verl's trainer.
 
-verl's methods run inside verl: their groups set ``algorithm.rollout_correction.*`` by interpolation from
-``is_correction.*``, and :func:`rollout_correction` says what the result has to be, so that the driver can tell when an
-override made it something else. AIS (:mod:`verl_fp8.correction.ais`) runs on verl's driver; the functions here add what
-lies between the mathematics and the trainer: which rows share one alpha, where delta comes from, and what changed.
+Which rows share one alpha, where delta comes from, what is carried from batch to batch (:class:`AISState`), and what
+changed. Only AIS is computed here, on verl's driver; verl's own methods run inside verl
+(:mod:`verl_fp8.correction.verls_methods`).
 """
 
 from collections.abc import Callable

@@ -228,6 +228,6 @@ class Incoming:
             raise SyncError(
                 "the trainer's bytes in the rollout",
                 f"{len(different)} of {len(sent)} tensors differ or are missing, e.g. {different[0]}",
-                "retry; if it happens again, the transport (shared memory, IPC) corrupts data",
+                "start the run again; if it comes back, the transport (shared memory, IPC) corrupts data",
             )
         self._complete = True
