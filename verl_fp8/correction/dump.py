@@ -31,7 +31,7 @@ from tensordict import TensorDict
 from verl_fp8.errors import ConfigError, DataError
 from verl_fp8.switches.settings import DumpSettings
 
-SCHEMA = "verl_fp8.correction.dump/1"
+SCHEMA = "verl_fp8.dump/1"
 PATTERN = "step_*.safetensors"
 PER_TOKEN = {
     "old_log_probs": torch.float32,

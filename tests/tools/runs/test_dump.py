@@ -119,8 +119,8 @@ DAMAGE = {
     "header only": (lambda p: p.write_bytes(p.read_bytes()[:20]), "no readable safetensors"),
     "empty": (lambda p: p.write_bytes(b""), "no readable safetensors"),
     "other schema": (
-        lambda p: rewrite(p, lambda t: None, {"schema": "verl_fp8.correction.dump/9"}),
-        "schema 'verl_fp8.correction.dump/9'",
+        lambda p: rewrite(p, lambda t: None, {"schema": "verl_fp8.dump/9"}),
+        "schema 'verl_fp8.dump/9'",
     ),
     "no schema": (lambda p: save_file(load_file(p), p), "schema None"),
     "no step": (lambda p: rewrite(p, lambda t: None, {"step": "x"}), "metadata"),
@@ -163,4 +163,4 @@ def test_no_dump(tmp_path, capsys, make, sentence):
 
 def test_the_schema_is_stated():
     """Changing what a file holds needs a new number."""
-    assert SCHEMA == "verl_fp8.correction.dump/1"
+    assert SCHEMA == "verl_fp8.dump/1"
