@@ -50,7 +50,8 @@ def keep_plain_mla() -> None:
         config = args[0] if args else kwargs["vllm_config"]
         model, attention = config.model_config, config.attention_config
         if settings_of(config) is not None and model is not None and model.use_mla and attention.backend is None:
-            attention.backend = AttentionBackendEnum.CPU_MLA
+            # An older vLLM has no such backend, and none that packs either.
+            attention.backend = getattr(AttentionBackendEnum, "CPU_MLA", None)
         return wrapped(*args, **kwargs)
 
     if not isinstance(vars(CpuPlatform)["check_and_update_config"], wrapt.FunctionWrapper):
@@ -116,6 +117,13 @@ def rebuild(model: torch.nn.Module, dtype: torch.dtype, *, experts: bool) -> Non
             if hook is not None:
                 holders = [module, getattr(module, "impl", None)]
                 _in_place(holders, lambda hook=hook: hook.process_weights_after_loading(dtype))
+
+
+def verl_calls_hooks_of_fp8_alone(vllm_config: object) -> bool:
+    """Whether verl, which asks the same of a sync (vllm_quant_utils.py), leaves the hooks of unquantised layers out."""
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+
+    return isinstance(vllm_config.quant_config, Fp8Config)
 
 
 def probe(model: torch.nn.Module) -> int:

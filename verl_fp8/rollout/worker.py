@@ -17,7 +17,6 @@ must drop them at the end of this one.
 """
 
 import torch
-from verl.utils.vllm.vllm_quant_utils import is_quantized_model
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from verl_fp8.errors import SyncError
@@ -192,7 +191,7 @@ class Fp8WorkerExtension(vLLMColocateWorkerExtension):
             _kernel(module).__dict__.pop(DEQUANTIZED, None)
             module.__dict__.pop(DEQUANTIZED, None)
         model, config = self.model_runner.model, self.model_runner.vllm_config
-        derived.rebuild(model, config.model_config.dtype, experts=is_quantized_model(config))
+        derived.rebuild(model, config.model_config.dtype, experts=derived.verl_calls_hooks_of_fp8_alone(config))
         derived.probe(model)
         for prefix, expected in self._fp8_probes.items():
             probe_experts(prefix, self._fp8_modules[prefix], self._fp8_incoming.settings.recipe, expected)

@@ -196,7 +196,7 @@ SYMBOLS: tuple[Symbol, ...] = (
     # What vLLM derives after loading.
     _derived("vllm.model_executor.layers.attention.MLAAttention", "decodes with weights made from kv_b_proj", bare=True,
              attributes=("kv_b_proj", "kv_lora_rank", "num_heads", "qk_nope_head_dim", "v_head_dim", "W_UK_T", "W_UV",
-                         "is_amx_bmm_enabled", "impl")),
+                         "impl")),
     _derived("vllm.model_executor.layers.attention.MLAAttention.process_weights_after_loading", "makes them",
              "act_dtype"),
     _derived("vllm.model_executor.layers.attention.MLAAttention._v_up_proj", "probed: the product with W_UV", "x",
@@ -215,9 +215,9 @@ SYMBOLS: tuple[Symbol, ...] = (
     _derived(f"{_LAYERS}.quantization.fp8.Fp8LinearMethod", "staged by verl", bare=True),
     _derived(f"{_LAYERS}.quantization.fp8.Fp8MoEMethod", "staged by verl", bare=True),
     _derived("vllm.platforms.cpu.CpuPlatform.check_and_update_config", "wrapped: no packed MLA", "vllm_config"),
-    _derived("vllm.v1.attention.backends.registry.AttentionBackendEnum.CPU_MLA", "leaves kv_b_proj as it is",
+    _derived("vllm.v1.attention.backends.registry.AttentionBackendEnum", "CPU_MLA, where it has one, leaves kv_b_proj",
              bare=True),
-    _rollout("verl.utils.vllm.vllm_quant_utils.is_quantized_model", "whether verl calls the hooks", "vllm_config"),
+    _derived("vllm.model_executor.layers.quantization.fp8.Fp8Config", "whether verl calls the hooks", bare=True),
     _derived("vllm._custom_ops.causal_conv1d_weight_pack", "the layout of a packed convolution", "weight"),
     _derived("vllm.distributed.parallel_state.get_dcp_group", "whose heads of a gathered W_UK are this rank's"),
     # The certificate.
