@@ -103,6 +103,7 @@ def test_the_entry_point_is_light():
     assert not {"torch", "verl", "vllm", "ray"} & set(python(code, VERL_PLATFORM="").split())
 
 
+@pytest.mark.slow
 def test_verls_own_plugin_loader_registers_it_once():
     """After ``import verl`` the search path plugin is known, and the driver's checks are in place, once."""
     code = """
@@ -122,6 +123,7 @@ print(names.count("Fp8SearchPath"), *wrapped)
 # --- verl ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_engine_is_absent_before_register_and_present_after():
     """Our backend has a name of its own, so stock fsdp2 stays what it was; registering twice is once."""
     code = """
@@ -143,6 +145,7 @@ print(engine.__name__, issubclass(engine, FSDPEngineWithLMHead), engine is ours[
     assert python(code).split() == ["Fp8FSDPEngineWithLMHead", "True", "True", "CPUFSDPEngine"]
 
 
+@pytest.mark.slow
 def test_the_stage_is_absent_before_register_and_present_after_once():
     """verl's trainer is untouched until a run with a switch builds its model configuration; attaching twice is once."""
     code = """
@@ -165,6 +168,7 @@ print(wrapped())
     assert python(code).strip() == "[True, True]"
 
 
+@pytest.mark.slow
 def test_the_server_adapter_is_verls_before_register_and_ours_after():
     """The entry of verl's rollout table, and that verl's own lookup then finds a subclass of its adapter."""
     code = """
@@ -301,6 +305,7 @@ def test_vllm_skips_exactly_the_layers_that_the_trainer_keeps(make_model, arch, 
         assert is_layer_skipped(fused_group(layer) or layer, ignored, fused) is True, layer
 
 
+@pytest.mark.slow
 def test_the_cpu_kernel_is_first_in_vllms_table_after_install_and_once():
     """vLLM's CPU table of block kernels: ours is asked first, declines what is not ours, and is there once."""
     code = """
@@ -319,6 +324,7 @@ with set_current_vllm_config(VllmConfig()):
     assert python(code).strip().splitlines()[-1].split() == ["ReferenceFp8BlockKernel", "True", "False"]
 
 
+@pytest.mark.slow
 def test_the_vllm_plugin_touches_nothing_on_gpu():
     """Without the CPU platform the entry point of vLLM's plugins imports nothing of ours."""
     code = "import sys; from verl_fp8.hooks.vllm_plugin import register; register(); print(*sys.modules)"

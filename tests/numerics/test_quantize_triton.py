@@ -15,6 +15,7 @@ triton = pytest.importorskip("triton", reason="no Triton, hence no GPU either")
 from verl_fp8.numerics import quantize_triton
 
 
+@pytest.mark.slow
 def test_in_the_interpreter():
     """triton_interpreted.py: the very kernels that Triton compiles on a GPU, interpreted, equal numerics/quantize.py
     bit for bit."""

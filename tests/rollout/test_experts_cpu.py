@@ -61,17 +61,20 @@ def test_verls_stream_has_the_names_of_the_filter(moe):
     assert not [n for n, t in sent.items() if t.ndim == 3]
 
 
+@pytest.mark.slow
 def test_vllm_runs_the_same_layers_in_fp8(found):
     """Four attention linears and 24 expert projections a layer, on our class; the routers are not quantised."""
     assert found["layers"] and found["n"] == 2 * (4 + 3 * 8)
     assert found["kernels"] == ["ReferenceFp8Experts"] and found["gates"] == ["UnquantizedLinearMethod"]
 
 
+@pytest.mark.slow
 def test_every_sync_reaches_the_experts(found):
     """Two syncs with different weights, each verified; after each the rollout agrees with that sync's trainer."""
     assert found["sync 1"] == found["sync 2"] == found["whole again"] == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sync", [1, 2])
 def test_unified_is_nearer_than_rollout_only(found, floor, sync):
     """k3 of the log-probs and the routers' agreement: an order, since how far apart they are depends on the processor's
@@ -82,6 +85,7 @@ def test_unified_is_nearer_than_rollout_only(found, floor, sync):
     assert floor["routing"] > unified["routing"] > rollout["routing"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spoilt", "sentence"),
     [
@@ -95,12 +99,14 @@ def test_a_wrong_layout_is_found_by_value(found, spoilt, sentence):
     assert sentence in found[spoilt]
 
 
+@pytest.mark.slow
 def test_a_sync_reaches_bf16_experts(floor):
     """vLLM's own class for CPU packs the weights when it is built. A stale one would differ by tenths: the test's
     weights are 10 % off the checkpoint's."""
     assert floor["mean"] < 0.01
 
 
+@pytest.mark.slow
 def test_excluded_experts_run_in_bf16_on_both_sides(moe):
     """fp8.recipe.exclude of all experts: the attention stays FP8, vLLM takes its bf16 path for the experts."""
     found = checks(moe, "fp8", "*.mlp.experts.*")

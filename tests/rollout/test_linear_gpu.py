@@ -35,6 +35,7 @@ def results(request, pytestconfig, tiny_model):
     return of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_vllm(results, version, check):

@@ -15,6 +15,8 @@ SCRIPT = Path(__file__).with_name("gather_checks.py")
 STREAMS = checks_in(SCRIPT, prefix="stream_")
 PLACEMENTS = ("by rows", "as verl does", "on a mesh with replicas")
 
+pytestmark = pytest.mark.slow  # two ranks start
+
 
 @pytest.fixture(scope="module")
 def found(request):

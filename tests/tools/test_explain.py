@@ -62,6 +62,7 @@ def fragment(text: str) -> tuple[list[str], list[str]]:
     return tuple([a for a in part.split("\0") if a] for part in out.split("\1"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("hardware", "line"), LINES, ids=IDS)
 def test_every_setting_has_a_reason_and_was_different(job, hardware, line):
     """Whatever differs between the two compositions is listed with a reason, and nothing that is equal."""
@@ -72,6 +73,7 @@ def test_every_setting_has_a_reason_and_was_different(job, hardware, line):
         assert s.old != s.new, s.path
 
 
+@pytest.mark.slow
 def test_every_reason_is_needed(job, tiny_model, tmp_path):
     """The table of reasons holds no pattern that no setting of any switch falls under."""
     found = [s.path for hardware, line in LINES for s in explained(job, hardware, line)]
@@ -105,6 +107,7 @@ def test_every_reason_is_needed(job, tiny_model, tmp_path):
     assert set(REASONS) == used
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("hardware", "line"), LINES, ids=IDS)
 def test_the_fragment_composes_what_the_switches_compose(job, hardware, line):
     """Pasted instead of the switches, the fragment as bash reads it gives the same configuration and layers."""

